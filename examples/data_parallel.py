@@ -28,6 +28,7 @@ from graphopt.passes import (
     CompressGradients,
     DataParallel,
     DeepGradientCompression,
+    DiLoCo,
     LocalSGD,
     ShardOptimizer,
 )
@@ -45,6 +46,7 @@ MODES: dict[str, Callable[[int], list[Pass]]] = {
     "sparse": _sparse,
     "local": lambda steps: [LocalSGD(k_steps=4, begin_step=steps // 4, last_step=steps - 1)],
     "adaptive": lambda steps: [AdaptiveLocalSGD(init_k_steps=4, begin_step=steps // 4, last_step=steps - 1)],
+    "diloco": lambda steps: [DiLoCo(every=max(1, steps // 4))],
     "bf16": lambda steps: [CompressGradients("bf16")],
     "powersgd": lambda steps: [CompressGradients("powersgd", rank=2, start_step=min(4, steps // 2))],
     "sharded": lambda steps: [ShardOptimizer()],

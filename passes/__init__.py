@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from graphopt.passes.contiguous_checkpoints import ContiguousCheckpoints as ContiguousCheckpoints
     from graphopt.passes.data_parallel import DataParallel as DataParallel
     from graphopt.passes.deep_gradient_compression import DeepGradientCompression as DeepGradientCompression
+    from graphopt.passes.diloco import DiLoCo as DiLoCo
     from graphopt.passes.fit_memory import FitMemory as FitMemory
     from graphopt.passes.fuse_update import FuseUpdate as FuseUpdate
     from graphopt.passes.local_sgd import LocalSGD as LocalSGD
@@ -51,6 +52,7 @@ __all__ = [
     "ContiguousCheckpoints",
     "DataParallel",
     "DeepGradientCompression",
+    "DiLoCo",
     "FitMemory",
     "FuseUpdate",
     "LocalSGD",
@@ -67,13 +69,15 @@ __all__ = [
 ]
 
 
+_FILES = {"DiLoCo": "diloco"}  # whose name is one word
+
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         """A pass, imported now."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
-        file = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+        file = _FILES.get(name) or re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
         with handed_down.importing:
             globals()[name] = getattr(importlib.import_module(f"{__name__}.{file}"), name)
         return globals()[name]

@@ -21,7 +21,8 @@ class PassState:
         dtype: of the elements.
         device: where it lives.
         fill: the value of every element before the first run.
-        source: a parameter of which the tensor starts as a copy in its own dtype, instead of ``fill``; "" for none.
+        source: a parameter of which the tensor starts as a copy in its own dtype, instead of ``fill``; "" for none. It
+            is contiguous, whatever the parameter is, where it does not follow it.
         follows: whether it is a copy of ``source`` at the beginning of every run, also where the parameter was changed
             from outside; the program renews it where it changes the parameter itself.
         saved: whether it belongs into checkpoints; False for what has a meaning only until the next run.
@@ -60,7 +61,9 @@ class PassState:
                 f"pass state of shape {self.shape} cannot start as a copy of {self.source!r}, whose shape is "
                 f"{tuple(source.shape)}"
             )
-        return source.detach().to(device=self.device, dtype=self.dtype, copy=True)
+        if self.follows:
+            return source.detach().to(device=self.device, dtype=self.dtype, copy=True)
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device).copy_(source.detach())
 
     def _cut(self, source: torch.Tensor) -> torch.Tensor:
         """The part of a parameter that the tensor stands for."""

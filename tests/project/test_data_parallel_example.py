@@ -23,12 +23,13 @@ PASSES = {
     "sparse": "DeepGradientCompression",
     "local": "LocalSGD",
     "adaptive": "AdaptiveLocalSGD",
+    "diloco": "DiLoCo",
     "bf16": "CompressGradients",
     "powersgd": "CompressGradients",
     "sharded": "ShardOptimizer",
 }
 MODES = list(PASSES)
-SWEPT = ("sparse", "adaptive", "powersgd", "bf16", "local", "sharded")
+SWEPT = ("sparse", "adaptive", "powersgd", "bf16", "local", "diloco", "sharded")
 """What `make test` leaves to `make sweep`: what these modes do is tested with their passes."""
 
 

@@ -158,6 +158,28 @@ class Local(Eager):
                     parameter.data.copy_(mean_of(parameter.data))
 
 
+@dataclass
+class Outer(Eager):
+    """DiLoCo with an outer step behind every second update: SGD with Nesterov momentum on the common parameters."""
+
+    common: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
+    outer: torch.optim.Optimizer | None = None
+
+    def gradients(self, model: nn.Module, number: int) -> None:
+        if self.outer is None:
+            self.common = {p: p.detach().clone() for p in model.parameters() if p.requires_grad}
+            self.outer = torch.optim.SGD(self.common.values(), lr=0.7, momentum=0.9, nesterov=True)
+
+    def updated(self, model: nn.Module, number: int) -> None:
+        if number % 2:
+            assert self.outer is not None
+            for own, common in self.common.items():
+                common.grad = mean_of(common - own.detach())
+            self.outer.step()
+            for own, common in self.common.items():
+                own.data.copy_(common)
+
+
 def mean_of(tensor: torch.Tensor) -> torch.Tensor:
     """Over the ranks; of two, so that no order of adding them up is another one."""
     total = tensor / dist.get_world_size()
@@ -233,6 +255,7 @@ ROWS = {
         "data-parallel,deep-gradient-compression{sparsity=0.9 rampup-step=1 min-elements=1 correction=feedback}",
         lambda: Sparse(0.1), UPDATES, ranks=2, optimizer="sgd",
     ),
+    "diloco": Row("data-parallel,diloco{every=2}", Outer, UPDATES, ranks=2),
     "fit-memory": Row("fit-memory{budget=85% cost=roofline}"),
     "fuse-update": Row("fuse-update", nothing="there is no update in this program"),
     "local-sgd": Row("data-parallel,local-sgd{k-steps=2}", Local, UPDATES, ranks=2),

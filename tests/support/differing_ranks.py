@@ -15,6 +15,7 @@ from graphopt.passes import (
     CompressGradients,
     DataParallel,
     DeepGradientCompression,
+    DiLoCo,
     FitMemory,
     FuseUpdate,
     LocalSGD,
@@ -34,6 +35,7 @@ PIPELINES: dict[str, list[graphopt.Pass]] = {
     "deep-gradient-compression": [DataParallel(), DeepGradientCompression(min_elements=16)],
     "compress-gradients": [DataParallel(), CompressGradients()],
     "adaptive-local-sgd": [DataParallel(), AdaptiveLocalSGD()],
+    "diloco": [DataParallel(), DiLoCo(every=1)],
     "fused, clipped, low precision": [DataParallel(), FuseUpdate(), ClipGradients(1.0), MixedPrecision()],
     "budget and shards": [DataParallel(), ShardParameters(min_bytes=16), FitMemory(20_000)],
 }
@@ -91,7 +93,7 @@ SITUATIONS: dict[str, tuple[Callable[[Layers, int], None], str]] = {
 }
 """How a model differs, and what each call is: 0 and 1 on all ranks, or r for what differs on the second one."""
 
-ALLOWED = {(pipeline, "another order") for pipeline in ("local-sgd", "adaptive-local-sgd")}
+ALLOWED = {(pipeline, "another order") for pipeline in ("local-sgd", "adaptive-local-sgd", "diloco")}
 """Parameters are exchanged in their own order there, whichever way their gradients came about."""
 
 

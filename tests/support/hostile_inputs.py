@@ -351,6 +351,7 @@ TEXTS = (
     "data-parallel{bucket-mb=0.5},deep-gradient-compression{sparsity=0.9,0.99 clip-norm=1.0 bandwidth=25GB/s}",
     "data-parallel,compress-gradients{how=powersgd rank=2}", "data-parallel,local-sgd{k-steps=4 begin-step=2}",
     "data-parallel,adaptive-local-sgd{init-k-steps=2}", "data-parallel,shard-optimizer",
+    "data-parallel,diloco{every=8 fragments=2 delay=1 mix=0.5 bits=8}",
     "scale-loss{init-scale=1.0 dynamic=false}", 'recompute{checkpoints="a b","c\\"d"},offload{min-bytes=1000}',
 )  # fmt: skip
 

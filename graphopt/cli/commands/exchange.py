@@ -29,6 +29,7 @@ EXCHANGERS = (
     "deep-gradient-compression",
     "local-sgd",
     "adaptive-local-sgd",
+    "diloco",
     "shard-optimizer",
 )
 """The passes whose work is predicted; they are left out of those that run before."""

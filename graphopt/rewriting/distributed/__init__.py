@@ -1,4 +1,5 @@
 """Gradient exchange: which gradients travel together, when, and what that costs.
 
-In reading order: ``flat_exchange``, ``parameter_average``, ``local_steps``, ``agreed_decision``, ``rank_names``.
+In reading order: ``flat_exchange``, ``parameter_average``, ``local_steps``, ``outer_step``, ``agreed_decision``,
+``rank_names``.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import fx, nn
 
 from graphopt.errors import GraphoptError
 from graphopt.ir.node import Phase, info, value_of
+from graphopt.ir.ops import schema
 from graphopt.ir.ops.communication.collectives import ALL_REDUCE
 from graphopt.ir.ops.communication.groups import Group, find_group
 from graphopt.ir.ops.values import storage_bytes
@@ -23,15 +25,33 @@ from graphopt.rewriting.distributed.dense.remove_all_reduce import (
     remove_buffer_averages,
 )
 from graphopt.rewriting.distributed.flat_exchange import read_parts, start_exchange
-from graphopt.rewriting.distributed.parameter_average import average_now, average_parameters
+from graphopt.rewriting.distributed.parameter_average import average_now, average_parameters, updated_parameters
 from graphopt.rewriting.pass_ import Changed
 
-__all__ = ["LOCAL", "SYNCHRONOUS", "average_model", "check_steps", "hold_mean_loss", "run_locally"]
+__all__ = [
+    "LOCAL",
+    "NOTHING_SENT",
+    "NOT_EXCHANGED",
+    "SYNCHRONOUS",
+    "LocalGradients",
+    "average_model",
+    "average_updated",
+    "check_steps",
+    "hold_mean_loss",
+    "keep_gradients_local",
+    "run_locally",
+]
 
 SYNCHRONOUS = "synchronous"
 """The form in which gradients are exchanged at every step."""
 LOCAL = "local"
 """The form in which nothing is exchanged but whether to skip."""
+
+_BUCKET = 32 * 2**20
+"""Bytes of parameters that are averaged together between two runs."""
+
+NOT_EXCHANGED = "no gradients are exchanged in this program: one process, or nothing is trained"
+NOTHING_SENT = "nothing is exchanged in this step"
 
 
 def check_steps(begin_step: int, last_step: int | None) -> None:
@@ -62,22 +82,50 @@ def run_locally(program: Program, *, average: bool, state: bool, origin: str) ->
     Returns:
         what was done, and the ranks; no ranks where there is no exchange in the program.
     """
+    local = keep_gradients_local(program, origin=origin)
+    if local is None:
+        return Changed(reason=NOT_EXCHANGED), None
+    counts, group = {"gradients kept local": local.gradients}, local.group
+    if not average:
+        remove_buffer_averages(program)
+        return Changed(counts, lines=(NOTHING_SENT,)), group
+    names = average_parameters(program, group, limit=local.limit, state=state, origin=origin)
+    total = sum(_bytes(program, name) for name in names)
+    line = f"{len(names)} tensors are averaged over {group.size} ranks: {format_bytes(total)} per averaging and rank"
+    return Changed(counts | {"tensors averaged": len(names)}, lines=(line,)), group
+
+
+@dataclass(frozen=True, slots=True)
+class LocalGradients:
+    """A step program whose gradients are exchanged no more.
+
+    Attributes:
+        group: the ranks that have exchanged them.
+        limit: bytes of the largest of their buckets.
+        gradients: how many there were.
+    """
+
+    group: Group
+    limit: int
+    gradients: int
+
+
+def keep_gradients_local(program: Program, *, origin: str) -> LocalGradients | None:
+    """Take the exchange of gradients out of a step program; None where there is none.
+
+    Args:
+        program: of stage step.
+        origin: the pass that asks.
+    """
     found = reductions(program)
     if not found:
-        return Changed(reason="no gradients are exchanged in this program: one process, or nothing is trained"), None
+        return None
     group = one_group(found, origin)
     limit = max(storage_bytes(value_of(reduction.start)) for reduction in found)
     count = sum(len(reduction.members) for reduction in found)
     remove_all_reduces(program, found, origin)
     agree_on_skipping(program, group, origin)
-    counts = {"gradients kept local": count}
-    if not average:
-        remove_buffer_averages(program)
-        return Changed(counts, lines=("nothing is exchanged in this step",)), group
-    names = average_parameters(program, group, limit=limit, state=state, origin=origin)
-    total = sum(_bytes(program, name) for name in names)
-    line = f"{len(names)} tensors are averaged over {group.size} ranks: {format_bytes(total)} per averaging and rank"
-    return Changed(counts | {"tensors averaged": len(names)}, lines=(line,)), group
+    return LocalGradients(group, limit, count)
 
 
 def _bytes(program: Program, name: str) -> int:
@@ -106,6 +154,21 @@ def average_model(program: Program, model: nn.Module, optimizer: torch.optim.Opt
     if starts and tensors:
         limit = max(storage_bytes(value_of(start)) for start in starts)
         average_now(tensors, find_group(str(starts[-1].args[2])), limit)
+
+
+def average_updated(program: Program, model: nn.Module, *, origin: str) -> None:
+    """Average the parameters that a program updates now; all ranks have to call it.
+
+    Args:
+        program: in which a pass exchanges something; nothing is done where it exchanges nothing.
+        model: whose parameters are averaged.
+        origin: the pass.
+    """
+    starts = (node for node in program.graph.nodes if schema.is_collective(node) and not schema.hands_on(node))
+    groups = [str(schema.named_arguments(node)["group_name"]) for node in starts if info(node).made_by == origin]
+    if groups:
+        tensors = [model.get_parameter(name) for name in updated_parameters(program)]
+        average_now(tensors, find_group(groups[-1]), _BUCKET)
 
 
 def hold_mean_loss(program: Program, group: Group, target: str, *, origin: str) -> None:

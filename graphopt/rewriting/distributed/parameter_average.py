@@ -16,7 +16,7 @@ from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.dense.buckets import Item, pack
 from graphopt.rewriting.distributed.flat_exchange import read_parts, start_exchange
 
-__all__ = ["average_now", "average_parameters", "behind_update"]
+__all__ = ["average_now", "average_parameters", "behind_update", "updated_parameters"]
 
 aten = torch.ops.aten
 
@@ -36,7 +36,7 @@ def average_parameters(program: Program, group: Group, *, limit: int, state: boo
     Returns:
         the names of what is averaged.
     """
-    wanted = _written_parameters(program)
+    wanted = updated_parameters(program)
     if state:
         wanted |= _state_of_floats(program)
     place = behind_update(program, set(wanted.values()))
@@ -49,7 +49,8 @@ def average_parameters(program: Program, group: Group, *, limit: int, state: boo
     return list(wanted)
 
 
-def _written_parameters(program: Program) -> dict[str, fx.Node]:
+def updated_parameters(program: Program) -> dict[str, fx.Node]:
+    """The parameters that the update of a program has written, by name."""
     written = {base_of(target) for node in program.phase_nodes(Phase.UPDATE) for target in schema.mutated_inputs(node)}
     return {spec.target: node for node, spec in program.inputs_of("parameter") if node in written}
 

@@ -30,10 +30,10 @@ from graphopt.rewriting.training_pass import Clock
 from graphopt.runtime.advice.candidate_pipelines import Candidate
 from graphopt.runtime.programs.rewrite import Rewritten, rewrite
 
-__all__ = ["Evaluated", "Evaluator", "SharedCapture"]
+__all__ = ["Evaluated", "Evaluator", "SharedCapture", "step_of_long_run"]
 
-_STEPS = range(10_000, 10_064)
-"""Steps of a long run, over which programs that alternate are averaged: warm-ups are over, and intervals divide 64."""
+_STEPS = range(10_000, 11_000)
+"""Steps of a long run, over which programs that alternate are averaged: warm-ups are over, and usual intervals fit."""
 
 
 class SharedCapture(CaptureSession):
@@ -148,7 +148,7 @@ class Evaluator:
         pipeline = Pipeline(candidate.pipeline)
         context = replace(self.context, plans=PlanStore(), step=StepContext())  # of this machine and pipeline alone
         rewritten = rewrite(self.session, pipeline, until=self.stage, context=context, divisor=self.calls, log=False)
-        program, step = rewritten.program, self._step(rewritten)
+        program, step = rewritten.program, step_of_long_run(rewritten, self.cost, self.ranks)
         fits, taken = self._fits(program)
         if self.calls > 1:
             before = rewritten.accumulating_call()
@@ -165,12 +165,19 @@ class Evaluator:
         taken = memory.peak_bytes if reserved is None else reserved.reserved_peak_bytes
         return bool(within_already(memory, self.budget, reserved)), taken
 
-    def _step(self, rewritten: Rewritten) -> PredictedStep:
-        """The mean of a long run, in which several programs may alternate."""
-        passes = rewritten.pipeline.training
-        forms = Counter(tuple((p.name, p.form(Clock(steps))) for p in passes) for steps in _STEPS)
-        if len(forms) < 2:
-            return predicted_step(rewritten.program, self.cost, self.ranks)
-        joint = rewritten.updating(rewritten.stages["joint"])
-        programs = [(rewritten.lower_joint(joint, forms=dict(form)), count) for form, count in forms.items()]
-        return mean_step([(predicted_step(program, self.cost, self.ranks), count) for program, count in programs])
+
+def step_of_long_run(rewritten: Rewritten, cost: str, ranks: int) -> PredictedStep:
+    """The mean step of a long run, in which several programs may alternate.
+
+    Args:
+        rewritten: a capture.
+        cost: where the seconds of ops come from.
+        ranks: how many train together.
+    """
+    passes = rewritten.pipeline.training
+    forms = Counter(tuple((p.name, p.form(Clock(steps))) for p in passes) for steps in _STEPS)
+    if len(forms) < 2:
+        return predicted_step(rewritten.program, cost, ranks)
+    joint = rewritten.updating(rewritten.stages["joint"])
+    programs = [(rewritten.lower_joint(joint, forms=dict(form)), count) for form, count in forms.items()]
+    return mean_step([(predicted_step(program, cost, ranks), count) for program, count in programs])

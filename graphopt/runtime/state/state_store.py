@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 
 from graphopt.errors import GraphoptError, did_you_mean
+from graphopt.ir.ops.communication.collectives import WAIT
 from graphopt.ir.state import PassState
 from graphopt.runtime.state.sharded_parameter import take_waiting, waiting_shard
 
@@ -106,6 +107,7 @@ class StateStore:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Copies of the tensors that belong into checkpoints, those loaded and not yet used among them."""
+        self._await()
         saved = {target: self._tensors[target] for target, spec in self._specs.items() if spec.saved}
         return {target: tensor.detach().clone() for target, tensor in {**self._loaded, **saved}.items()}
 
@@ -139,8 +141,14 @@ class StateStore:
         _refuse_names(set(state) - known, known - set(state), known)
         for name, tensor in state.items():
             _check(name, tensor, self._specs[name])
+        self._await()
         for name, tensor in state.items():
             self._tensors[name].copy_(tensor)
+
+    def _await(self) -> None:
+        """Wait for exchanges that a run has started and that a later one would wait for."""
+        for tensor in self._tensors.values():
+            WAIT(tensor)
 
     def replace(self, target: str, tensor: torch.Tensor) -> None:
         """Keep another tensor of equal values under a name: one that lies elsewhere."""

@@ -21,7 +21,7 @@ from torch import nn
 import graphopt
 from graphopt import GraphoptError, checkpoint
 from graphopt.passes import (
-    CompressGradients, DataParallel, DeepGradientCompression, LocalSGD, MixedPrecision, ShardOptimizer
+    CompressGradients, DataParallel, DeepGradientCompression, DiLoCo, LocalSGD, MixedPrecision, ShardOptimizer
 )
 
 FOLDER = pathlib.Path({folder!r})
@@ -30,6 +30,7 @@ KINDS = {{
     "powersgd": ([CompressGradients("powersgd", start_step=0, min_compression_rate=0.5)], {{"momentum": 0.9}}),
     "sharded": ([ShardOptimizer(), MixedPrecision("float16", init_scale=2.0**20)], {{"momentum": 0.9}}),
     "local": ([LocalSGD(k_steps=4)], {{"momentum": 0.9}}),
+    "outer": ([DiLoCo(every=8, fragments=2, delay=2, sparsity=0.5)], {{"momentum": 0.9}}),
 }}
 
 def loss(model, x):
@@ -80,7 +81,7 @@ for kind in KINDS:
     for format, other in (("dcp", fresh), ("torch", used)):
         other.done = checkpoint.load(folder / format, {{"step": other.step, "done": None}})["done"]
         said[kind, format] = other(4) == expected and same(other.all(), run.all())
-    if kind != "local":  # whose parameters are each rank's own
+    if kind not in ("local", "outer"):  # whose parameters are each rank's own
         into = {{"model": used.model, "optimizer": used.optimizer, "step": used.step}}
         dcp.load(into, checkpoint_id=folder / "raw")
         torch.set_rng_state(generator)

@@ -16,7 +16,9 @@ SCRIPT = """
 from torch import nn
 from torch._dynamo import lookup_backend
 import graphopt
-from graphopt.passes import CompressGradients, DataParallel, DeepGradientCompression, LocalSGD, ShardOptimizer
+from graphopt.passes import (
+    CompressGradients, DataParallel, DeepGradientCompression, DiLoCo, LocalSGD, ShardOptimizer
+)
 
 def build():
     torch.manual_seed(0)
@@ -35,6 +37,7 @@ exchange = DataParallel(bucket_mb=0.05, first_bucket_mb=0.01)
 sparse = DeepGradientCompression(sparsity=(0.995,), min_elements=1000)
 WAYS = {
     "dense": (sgd, [exchange]), "sparse": (sgd, [exchange, sparse]), "local": (sgd, [exchange, LocalSGD(k_steps=2)]),
+    "outer": (sgd, [exchange, DiLoCo(every=3, delay=1)]), "coded": (sgd, [exchange, DiLoCo(every=3, delay=1, bits=8)]),
     "bf16": (sgd, [exchange, CompressGradients("bf16")]), "sharded": (adam, [exchange, ShardOptimizer()]),
 }
 

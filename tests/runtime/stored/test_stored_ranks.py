@@ -60,6 +60,7 @@ PIPELINES = [
     ["data-parallel", "compress-gradients"],
     ["data-parallel", "local-sgd{k-steps=2}"],
     ["data-parallel", "adaptive-local-sgd"],
+    ["data-parallel", "diloco{every=2 delay=1}"],
     ["data-parallel", "shard-optimizer"],
 ]
 

@@ -26,34 +26,44 @@ from graphopt.ir.ops.communication.ring import (
     start_exchange,
     start_reduce_scatter,
 )
-from graphopt.ir.ops.define import define
+from graphopt.ir.ops.define import define, described, require
 
 __all__ = [
     "ALL_GATHER",
     "ALL_REDUCE",
     "BROADCAST",
+    "GATHER_INTO",
     "REDUCE_SCATTER",
     "REDUCE_SCATTER_SUM",
     "WAIT",
     "all_gather_into_tensor",
+    "gather_into_",
     "gather_shards",
     "reduce_scatter_sum",
 ]
 
 
 def _all_gather(input: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
-    group, input = find_group(group_name), input.contiguous()
+    input = input.contiguous()
     result = _gathered(input, group_size, group_name)
+    _start_gather(input, result, input, group_size, group_name)
+    return result
+
+
+def _start_gather(
+    input: torch.Tensor, result: torch.Tensor, sent: torch.Tensor, group_size: int, group_name: str
+) -> None:
+    """Start to gather into memory that is there, with what is sent in ``sent`` until it is waited for."""
+    group = find_group(group_name)
     if goes_point_to_point(input, group):
         incoming = result.chunk(group_size)
         incoming[group.rank].copy_(input)
         if group_size > 2:
             start_all_gather(result, group)
         else:
-            start_exchange([input] * group_size, incoming, group, result)
+            start_exchange([sent] * group_size, incoming, group, result)
     else:
         _torch.all_gather_into_tensor_out(input, group_size, group_name, out=result)
-    return result
 
 
 def _gathered(input: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
@@ -68,6 +78,32 @@ all_gather_into_tensor = define(
 
 The result, of shape ``[group_size * n, ...]`` for an input of shape ``[n, ...]``, holds the inputs of all ranks, rank
 after rank, once ``wait_tensor`` has returned it. Until then the input must not be written to.
+"""
+
+
+def _gather_into(input: torch.Tensor, result: torch.Tensor, group_size: int, group_name: str) -> None:
+    _check_room(input, result, group_size, group_name)
+    own = result.chunk(group_size)[find_group(group_name).rank]  # what is given may be gone before it has been sent
+    _start_gather(input.contiguous(), result, own, group_size, group_name)
+
+
+def _check_room(input: torch.Tensor, result: torch.Tensor, group_size: int, group_name: str) -> None:
+    del group_name
+    wanted = [group_size * input.shape[0], *input.shape[1:]]
+    require(
+        list(result.shape) == wanted and result.dtype is input.dtype and result.is_contiguous(),
+        "gather_into_",
+        f"result is contiguous, {input.dtype} of shape {wanted}, got {described(result)}",
+    )
+
+
+gather_into_ = define(
+    "gather_into_(Tensor input, Tensor(a!) result, int group_size, str group_name) -> ()", _gather_into, _check_room
+)
+"""``gather_into_(Tensor input, Tensor(a!) result, int group_size, str group_name) -> ()``: start to gather.
+
+As ``all_gather_into_tensor``, into memory that is there, so that a later run of a program can wait for it:
+``wait_tensor(result)``. The input may be written to, or go, before that.
 """
 
 
@@ -129,6 +165,9 @@ ALL_REDUCE = _torch.all_reduce_
 BROADCAST = _torch.broadcast_
 """``broadcast_(Tensor(a!) input, int src, Any group_name) -> Tensor(a!)``: starts, and writes what rank ``src`` of the
 group has to ``input``."""
+
+GATHER_INTO = gather_into_
+"""``graphopt.gather_into_(Tensor input, Tensor(a!) result, int group_size, str group_name) -> ()``: starts."""
 
 REDUCE_SCATTER = _torch.reduce_scatter_tensor
 """``reduce_scatter_tensor(Tensor input, str reduce_op, int group_size, Any group_name) -> Tensor``: starts; rank ``i``

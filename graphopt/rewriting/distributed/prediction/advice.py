@@ -12,7 +12,14 @@ from graphopt.ir.words.written_units import format_bytes, format_seconds
 from graphopt.rewriting.distributed.prediction.compressed import WARM_UP, LowRank, Sparse
 from graphopt.rewriting.distributed.prediction.link import Link
 from graphopt.rewriting.distributed.prediction.predict import Prediction, check_ranks, on_link, predict_workload
-from graphopt.rewriting.distributed.prediction.strategies import Dense, Local, Sharded, ShardedParameters, Strategy
+from graphopt.rewriting.distributed.prediction.strategies import (
+    Dense,
+    Local,
+    Outer,
+    Sharded,
+    ShardedParameters,
+    Strategy,
+)
 from graphopt.rewriting.distributed.prediction.volume import pays_sparse
 from graphopt.rewriting.distributed.prediction.workload import Workload
 
@@ -117,6 +124,7 @@ def plan_exchange(
         *_in_hosts(ranks, link),
         *warm_up,
         *choices[3:],
+        Outer(),
     ]
     predictions = {strategy: predict_workload(workload, ranks, link, strategy) for strategy in shown}
     candidates = [predictions[strategy] for strategy in choices if strategy.drop_in or workload.stage == "step"]

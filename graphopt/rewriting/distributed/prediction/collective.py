@@ -24,6 +24,7 @@ LINK = "10Gbit"
 _VOLUMES = {
     "all_gather_into_tensor": all_gather,
     "all_gather_into_tensor_out": all_gather,
+    "gather_into_": all_gather,
     "gather_shards": all_gather,
     "reduce_scatter_tensor": reduce_scatter,
     "reduce_scatter_sum": reduce_scatter,

@@ -15,6 +15,7 @@ from graphopt.rewriting.distributed.prediction.strategies import (
     Dense,
     Local,
     Messages,
+    Outer,
     Sharded,
     ShardedParameters,
     Strategy,
@@ -34,6 +35,7 @@ STRATEGIES: dict[str, Strategy] = {
     "sharded-parameters": ShardedParameters(),
     "staying-parameters": ShardedParameters(stay=True),
     "local": Local(),
+    "diloco": Outer(),
 }
 """Ways by name, as the passes have them by default."""
 

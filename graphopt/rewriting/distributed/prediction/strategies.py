@@ -11,6 +11,7 @@ import torch
 
 from graphopt.errors import GraphoptError
 from graphopt.rewriting.distributed.dense.buckets import Item, pack
+from graphopt.rewriting.distributed.outer_step import OUTER_BUCKET, sent_bytes
 from graphopt.rewriting.distributed.prediction import volume
 from graphopt.rewriting.distributed.prediction.link import Reach
 from graphopt.rewriting.distributed.prediction.step_timeline import Message, Messages
@@ -21,6 +22,7 @@ __all__ = [
     "Dense",
     "Local",
     "Messages",
+    "Outer",
     "Sharded",
     "ShardedParameters",
     "Strategy",
@@ -268,6 +270,69 @@ class Local(Strategy):
             Message(volume.all_reduce(size, ranks), before=4 * size * copy, after=2 * size * copy) for size in sizes
         ]
         return Messages(tuple(buffer_messages(workload, ranks)), tuple(late), period=self.k_steps)
+
+
+@dataclass(frozen=True)
+class Outer(Strategy):
+    """Every rank trains on its own, and takes an outer step with the others after every ``every`` steps (``DiLoCo``).
+
+    Pseudo-gradients travel behind the update, in messages of 32 MiB and in the order of the program's parameters, or,
+    with ``delay``, beside the next step. All fragments count as sent at once: the bytes of a long run are the same.
+
+    Source: Douillard et al., "DiLoCo", 2023 (arXiv 2311.08105).
+
+    Args:
+        every: 1 or more.
+        bits: of each element: 32 for its own dtype, 16, 8 or 4.
+        sparsity: share of the elements that is not sent.
+        delay: whether exchanges run beside later steps; one step is counted, more may hide more.
+    """
+
+    every: int = 100
+    bits: int = 32
+    sparsity: float = 0.0
+    delay: bool = False
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise GraphoptError(f"every is a number of steps of at least 1, got {self.every}")
+
+    @property
+    def label(self) -> str:
+        """See the base class."""
+        sparse = f", {1 - self.sparsity:.3%}".rstrip("%").rstrip("0").rstrip(".") + " %" if self.sparsity else ""
+        return f"DiLoCo, every {self.every}{f', {self.bits} bits' if self.bits < 32 else ''}{sparse}"
+
+    @property
+    def by(self) -> str:
+        """See the base class."""
+        bits, sparsity = f", bits={self.bits}" * (self.bits < 32), f", sparsity={self.sparsity}" * bool(self.sparsity)
+        return f"DiLoCo(every={self.every}{bits}{sparsity}{', delay=1' * self.delay})"
+
+    @property
+    def effect(self) -> str:
+        """See the base class."""
+        return "the ranks' parameters differ between outer steps, which are steps of their own: compare the loss"
+
+    def messages(self, workload: Workload, ranks: int) -> Messages:
+        """See the base class."""
+        copy, found = workload.rates.copy, list[Message]()
+        named = {gradient.name: gradient for gradient in workload.gradients}
+        items = [Item(g.name, g.parameter_bytes, g.order, g.key) for g in workload.gradients]
+        for bucket in pack(items, OUTER_BUCKET):
+            group = [named[item.name] for item in bucket.items]
+            itemsize = group[0].parameter_bytes // max(1, group[0].numel)
+            sent = sent_bytes([gradient.numel for gradient in group], itemsize, self.bits, self.sparsity)
+            gathers = self.bits < 16 or self.sparsity
+            crossing = volume.all_gather(sent, ranks) if gathers else volume.all_reduce(sent, ranks)
+            arrived = ranks * sent if gathers else sent
+            # before: differences are made, copied together and divided; after: momentum, common and own parameters
+            before, after = (7 * bucket.bytes + sent) * copy, (13 * bucket.bytes + arrived) * copy
+            found.append(Message(crossing, before=before, after=after))
+        beside = tuple(buffer_messages(workload, ranks))
+        if self.delay:
+            return Messages((*beside, *found), period=self.every)
+        return Messages(beside, tuple(found), period=self.every)
 
 
 # --- shared ----------------------------------------------------------------------------------------------------------
