@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from graphopt.passes.deep_gradient_compression import DeepGradientCompression as DeepGradientCompression
     from graphopt.passes.diloco import DiLoCo as DiLoCo
     from graphopt.passes.fit_memory import FitMemory as FitMemory
+    from graphopt.passes.float8 import Float8 as Float8
     from graphopt.passes.fuse_update import FuseUpdate as FuseUpdate
     from graphopt.passes.local_sgd import LocalSGD as LocalSGD
     from graphopt.passes.microbatch import Microbatch as Microbatch
@@ -54,6 +55,7 @@ __all__ = [
     "DeepGradientCompression",
     "DiLoCo",
     "FitMemory",
+    "Float8",
     "FuseUpdate",
     "LocalSGD",
     "Microbatch",

@@ -69,7 +69,7 @@ class Chunk(Pass):
     name: ClassVar[str] = "chunk"
     stage: ClassVar[PassStage] = "joint"
     numerics: ClassVar[Numerics] = "tolerant"
-    after: ClassVar[tuple[str, ...]] = ("mixed-precision", "scale-loss", "chunk-loss")
+    after: ClassVar[tuple[str, ...]] = ("mixed-precision", "scale-loss", "float8", "chunk-loss")
     fixed_sizes: ClassVar[bool] = True
 
     pattern: str | tuple[str, ...] = ()

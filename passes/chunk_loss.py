@@ -72,7 +72,7 @@ class ChunkLoss(Pass):
     name: ClassVar[str] = "chunk-loss"
     stage: ClassVar[PassStage] = "joint"
     numerics: ClassVar[Numerics] = "tolerant"
-    after: ClassVar[tuple[str, ...]] = ("mixed-precision", "scale-loss")
+    after: ClassVar[tuple[str, ...]] = ("mixed-precision", "scale-loss", "float8")
     fixed_sizes: ClassVar[bool] = True
 
     chunks: int | Literal["auto"] = "auto"

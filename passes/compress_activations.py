@@ -65,6 +65,7 @@ class CompressActivations(Pass):
     after: ClassVar[tuple[str, ...]] = (
         "mixed-precision",
         "scale-loss",
+        "float8",
         "chunk-loss",
         "chunk",
         "recompute",

@@ -79,8 +79,8 @@ class DiLoCo(TrainingPass):
         GraphoptError: for other numbers.
 
     Example:
-        >>> str(graphopt.Pipeline([DiLoCo(every=100), DataParallel()]))
-        'data-parallel,diloco{every=100}'
+        >>> str(graphopt.Pipeline([DiLoCo(every=500), DataParallel()]))
+        'data-parallel,diloco{every=500}'
     """
 
     name: ClassVar[str] = "diloco"

@@ -74,7 +74,7 @@ class Microbatch(Pass):
     name: ClassVar[str] = "microbatch"
     stage: ClassVar[PassStage] = "joint"
     numerics: ClassVar[Numerics] = "tolerant"
-    after: ClassVar[tuple[str, ...]] = ("mixed-precision", "scale-loss", "recompute", "recompute-evenly")
+    after: ClassVar[tuple[str, ...]] = ("mixed-precision", "scale-loss", "float8", "recompute", "recompute-evenly")
     conflicts: ClassVar[tuple[str, ...]] = ("chunk-loss", "chunk", "compress-activations")
     fixed_sizes: ClassVar[bool] = True
 

@@ -60,7 +60,7 @@ class Recompute(Pass):
     stage: ClassVar[PassStage] = "joint"
     numerics: ClassVar[Numerics] = "bitwise"
     in_parts: ClassVar[bool] = True
-    after: ClassVar[tuple[str, ...]] = ("mixed-precision", "chunk-loss", "chunk")
+    after: ClassVar[tuple[str, ...]] = ("mixed-precision", "float8", "chunk-loss", "chunk")
 
     checkpoints: tuple[str, ...]
 

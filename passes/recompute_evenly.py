@@ -38,7 +38,7 @@ class RecomputeEvenly(Pass):
     name: ClassVar[str] = "recompute-evenly"
     stage: ClassVar[PassStage] = "joint"
     numerics: ClassVar[Numerics] = "bitwise"
-    after: ClassVar[tuple[str, ...]] = ("mixed-precision", "chunk-loss", "chunk")
+    after: ClassVar[tuple[str, ...]] = ("mixed-precision", "float8", "chunk-loss", "chunk")
     conflicts: ClassVar[tuple[str, ...]] = ("recompute",)
 
     number: int

@@ -213,7 +213,38 @@ def _sort(x: Any, *_: Any) -> int:
     return int(_numel(x) * (x.element_size() + _INDEX))
 
 
+def _to_float8(x: Any, *_: Any) -> int:
+    """Scaled numbers in float32."""
+    return _numel(x) * _FLOAT
+
+
+def _to_mx(x: Any, *_: Any) -> int:
+    """Numbers in float32, and scaled ones."""
+    return _numel(x) * _FLOAT * (1 if x.dtype is torch.float32 else 2)
+
+
+def _float8_product(a: Any, b: Any, scale: Any, _scale: Any, out: Any, *_: Any) -> int:
+    """Of units for 8 bits: operands laid out as they take them, and what they give where that is another dtype."""
+    copied = sum(_numel(matrix) for matrix, strides in ((a, (-1, 1)), (b, (1, -1))) if not _lies(matrix, strides))
+    narrow = scale.dim() > 0 and out is not torch.bfloat16
+    return copied + (2 * sizes(a.shape)[0] * sizes(b.shape)[1] if narrow else 0)
+
+
+def _lies(matrix: Any, strides: tuple[int, int]) -> bool:
+    return any(found == wanted for found, wanted in zip(sizes(matrix.stride()), strides, strict=True))
+
+
+def _product_of_values(a: Any, b: Any, _a: Any, _b: Any, out: Any, *_: Any) -> int:
+    """What 8-bit operands stand for in float32, and the product where it is of another dtype."""
+    product = 0 if out is torch.float32 else sizes(a.shape)[0] * sizes(b.shape)[1]
+    return (_numel(a) + _numel(b) + product) * _FLOAT
+
+
 _CUDA: dict[str, Callable[..., int]] = {
+    "float8_mm": _float8_product,
+    "mx_mm": _product_of_values,
+    "to_float8": _to_float8,
+    "to_mx": _to_mx,
     "loss_gradient": _loss_gradient("cuda"),
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
@@ -262,6 +293,10 @@ def _cpu_layer_norm_backward(_gradient: Any, _x: Any, shape: Any, *_: Any) -> in
 
 
 _CPU: dict[str, Callable[..., int]] = {
+    "float8_mm": _product_of_values,
+    "mx_mm": _product_of_values,
+    "to_float8": _to_float8,
+    "to_mx": _to_mx,
     "loss_gradient": _loss_gradient("cpu"),
     "_scaled_dot_product_flash_attention_for_cpu": _cpu_flash,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _cpu_flash_backward,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypedDict
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ import graphopt
 from graphopt import Program
 from graphopt.ir.ops.storage.quantize import rounding_seed
 from graphopt.rewriting.pass_ import PassRecord
+from tests.support.float8_reference import float8_linear
 from tests.support.training import OPTIMIZERS, Training, identical
 
 DOORS = ("drop-in", "whole step")
@@ -99,6 +101,15 @@ class Autocast(Eager):
 class Clipped(Eager):
     def gradients(self, model: nn.Module, number: int) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+class In8Bits(Eager):
+    """Layers whose features are multiples of 16 compute their products in float8, with one scale for a matrix."""
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        with mock.patch.object(nn.Linear, "forward", float8_linear):
+            yield
 
 
 class Rounding(Eager):
@@ -257,6 +268,7 @@ ROWS = {
     ),
     "diloco": Row("data-parallel,diloco{every=2}", Outer, UPDATES, ranks=2),
     "fit-memory": Row("fit-memory{budget=85% cost=roofline}"),
+    "float8": Row("float8", In8Bits),
     "fuse-update": Row("fuse-update", nothing="there is no update in this program"),
     "local-sgd": Row("data-parallel,local-sgd{k-steps=2}", Local, UPDATES, ranks=2),
     "microbatch": Row("microbatch{slices=2}", refused="needs the loss in the program", **ROUNDED),

@@ -168,19 +168,23 @@ def beside_reference(options: Mapping[str, Any], kind: str, steps: int) -> list[
     return wrong
 
 
-def peaks(options: Mapping[str, Any], steps: int) -> list[tuple[str, int, int]]:
-    """Of each call after two rounds: what it does, and its peak as predicted and as measured."""
+def peaks(options: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """By what a call does, after two rounds: its peak as predicted and as measured.
+
+    Threads of an exchange may let go of what they sent a moment after it has arrived: the least of four runs counts.
+    """
     pass_ = DiLoCo(**options)
     model, step = step_with(pass_)
     for number in range(2 * pass_.every):
         step(*batch(number, model))
-    found = []
-    for number in range(2 * pass_.every, 2 * pass_.every + steps):
+    found: dict[str, tuple[int, int]] = {}
+    for number in range(2 * pass_.every, 6 * pass_.every):
         given = batch(number, model)
         measured = graphopt.measure_peak(lambda given=given: step(*given)).allocated_peak_bytes
         form = pass_.form(Clock(number))
         program = step.programs["update" + (f", diloco: {form}" if form else "")]
-        found.append((form, program.memory().allocated_peak_bytes, measured))
+        least = min(measured, found.get(form, (0, measured))[1])
+        found[form] = program.memory().allocated_peak_bytes, least
     step.state_dict()
     return found
 

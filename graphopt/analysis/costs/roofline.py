@@ -188,8 +188,16 @@ def _convolution_backward_flops(*args: Any, out_val: Any) -> int:
 
 
 _KNOWN: dict[str, Callable[..., int]] = {str(op).replace(".", "::"): count for op, count in flop_registry.items()}
+
+
+def _product_flops(a: Any, b: Any, *_: Any, out_val: Any) -> int:
+    return int(2 * a.shape[0] * a.shape[1] * b.shape[1])
+
+
 _FORMULAS: dict[str, Callable[..., int]] = {
     **_KNOWN,
+    "graphopt::float8_mm": _product_flops,
+    "graphopt::mx_mm": _product_flops,
     "aten::convolution_backward": _convolution_backward_flops,
     "aten::_scaled_dot_product_flash_attention_for_cpu": _KNOWN["aten::_scaled_dot_product_flash_attention"],
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _KNOWN[

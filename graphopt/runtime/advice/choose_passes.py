@@ -259,7 +259,7 @@ _NEAREST = 2
 
 _UNCONSIDERED = (
     "other batches than the one that is given, and gradients accumulated over several: give global_batch",
-    "compress-activations, compress-gradients and adaptive-local-sgd, whose price in accuracy is to be tried",
+    "compress-activations, compress-gradients, float8, adaptive-local-sgd and diloco: try their price in accuracy",
 )
 
 

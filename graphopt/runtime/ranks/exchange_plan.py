@@ -53,7 +53,9 @@ def exchange_plan(program: Program, title: str = "", batches: int = 1) -> Exchan
     lines: dict[str, list[str]] = {}
     for node in _exchanges(program):
         subjects = ", ".join(_subjects(program, node))
-        line = f"{schema.op_name(node).rstrip('_')} to {type_text(node.meta['val'])} ({info(node).origin})"
+        made = value_of(node)
+        into = made if made is not None else value_of(schema.mutated_inputs(node)[0])
+        line = f"{schema.op_name(node).rstrip('_')} to {type_text(into)} ({info(node).origin})"
         lines.setdefault(_group_of(node), []).append(line + (subjects and f" of {subjects}"))
     whole = {name: tuple(found) for name, found in lines.items()}
     digests = {name: digest_of("\n".join((*trained, "", *found))) for name, found in whole.items()}

@@ -26,6 +26,7 @@ LABELS = [
     "dense, per tensor", "dense, fused", "bfloat16", "PowerSGD, rank 1", "sharded update", "sharded parameters",
     "sharded parameters, that stay", "sparse, 25 %", "sparse, 6.25 %", "sparse, 1.5625 %", "sparse, 0.4 %",
     "sparse, 0.1 %", "local SGD, k = 4", "local SGD, k = 8", "local SGD, k = 16",
+    "DiLoCo, every 100",
 ]  # fmt: skip
 
 

@@ -270,7 +270,8 @@ def _reasons(candidates: Sequence[Prediction], best: Prediction, dense: Predicti
 def _others(workload: Workload, predictions: Mapping[Strategy, Prediction], best: Prediction) -> list[str]:
     """Faster ways among which no choice is made here: sharing the update, and what a drop-in program cannot have."""
     if workload.stage != "step":
-        fastest = min(predictions.values(), key=lambda found: found.step)
+        known = (found for found in predictions.values() if not isinstance(found.strategy, Outer))
+        fastest = min(known, key=lambda found: found.step)
         faster = fastest.step < best.step and not fastest.strategy.drop_in
         return [f"in a whole step, {fastest.strategy.by} would take {format_seconds(fastest.step)}"] if faster else []
     shared = predictions[Sharded()]

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import graphopt
 from graphopt import GraphoptError, Pipeline, Program
 from graphopt.ir.ops.communication.sparse import packed_bytes
-from graphopt.passes import DataParallel, DeepGradientCompression, LocalSGD
+from graphopt.passes import DataParallel, DeepGradientCompression, DiLoCo, LocalSGD
 from graphopt.passes.compress_gradients import CompressGradients
 from graphopt.rewriting.distributed.prediction import workload as workload_module
 from graphopt.rewriting.distributed.prediction.advice import (
@@ -38,6 +38,7 @@ from graphopt.rewriting.distributed.prediction.step_timeline import Message, Mes
 from graphopt.rewriting.distributed.prediction.strategies import (
     Dense,
     Local,
+    Outer,
     Sharded,
     ShardedParameters,
     Strategy,
@@ -286,6 +287,15 @@ def test_compressed_volumes_are_those_of_compress_gradients(
 def test_local_volumes_are_those_of_local_sgd_over_its_interval(ranks: int, bucket_mb: float) -> None:
     predicted = predict(plain_step(wide()), ranks, 1e9, strategy=Local(4, bucket_mb=bucket_mb), cost=COST)
     found = exchanged(step_with(DataParallel(bucket_mb=bucket_mb), LocalSGD(k_steps=4)), ranks)
+    assert (predicted.messages, predicted.payload) == (found.messages / 4, found.payload / 4)
+    assert predicted.received == pytest.approx(found.received / 4, rel=1e-12)
+
+
+@pytest.mark.sweep(but=("4-options2",))
+@pytest.mark.parametrize("options", [{}, {"bits": 16}, {"bits": 8}, {"bits": 4}, {"sparsity": 0.99}])
+def test_outer_volumes_are_those_of_diloco_over_its_interval(ranks: int, options: dict[str, Any]) -> None:
+    predicted = predict(plain_step(wide()), ranks, 1e9, strategy=Outer(4, **options), cost=COST)
+    found = exchanged(step_with(DataParallel(), DiLoCo(every=4, **options)), ranks)
     assert (predicted.messages, predicted.payload) == (found.messages / 4, found.payload / 4)
     assert predicted.received == pytest.approx(found.received / 4, rel=1e-12)
 
