@@ -18,6 +18,7 @@ from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import type_text
 from graphopt.ir.program import Program
 from graphopt.ir.state import PassState
+from graphopt.rewriting.distributed.sharding.overlapped_exchanges import overlap_exchanges
 from graphopt.rewriting.dump import DumpDirectory
 from graphopt.rewriting.instruments import Instrument, LogPasses, ShowPasses, Snapshots
 from graphopt.rewriting.pass_ import Pass, PassRecord
@@ -180,7 +181,12 @@ class Rewritten:
         lowered = self.session.lower_joint(program, first=first, shards=self.shards)
         lowered.context = replace(lowered.context, step=replace(lowered.context.step, forms=forms or {}))
         self.pipeline.run(lowered, verify=self.verify)
+        self.overlap(lowered)
         return lowered
+
+    def overlap(self, program: Program) -> int:
+        """Let what a program exchanges for sharded parameters run beside the computation; returns how many move."""
+        return overlap_exchanges(program, limited=any(current.has_limit for current in self.pipeline.passes))
 
     @property
     def shards(self) -> Shards | None:
@@ -195,6 +201,7 @@ class Rewritten:
         """Run the passes of the stage ``last`` on a variant of the joint program that runs without an update."""
         for current in self.pipeline.of("last"):
             self.pipeline.alone(current).run(program, verify=self.verify)
+        self.overlap(program)
 
     def replace(self, program: Program) -> None:
         """Take another step program, which does the same with inputs of its own."""
@@ -274,6 +281,8 @@ def rewrite(
             result.records += pipeline.run(program, last=last, verify=checks.verify, instruments=instruments)
             result.stages[program.stage] = program
             if last:
+                if result.overlap(program):
+                    snapshots.record("exchanges beside the computation", program)
                 break
             show(f"lowering the {program.stage} stage")
             program = result.lower(program)

@@ -123,6 +123,53 @@ def test_peaks_are_those_of_this_rank(found: list[list[Any]]) -> None:
         assert fitted[1] < frees[2]
 
 
+ORDER = """
+import logging
+from torch.distributed.fsdp import fully_shard
+import graphopt
+from graphopt.ir.ops import schema
+from tests.support.training import Blocks
+logging.getLogger("graphopt").setLevel(logging.ERROR)
+
+def events(passes):
+    torch.manual_seed(0)
+    model = Blocks(3, 32, 128)
+    for block in model.blocks:
+        fully_shard(block)
+    model = graphopt.optimize(fully_shard(model), passes)
+    model(torch.randint(0, 128, (8, 32))).square().mean().backward()
+    found = ""
+    for node in model.program.nodes:
+        if schema.is_gather(node):
+            found += "gG"  # begun and awaited at once
+        elif schema.is_collective(node):
+            reduces = "reduce" in schema.op_name(node if schema.starts_exchange(node) else node.all_input_nodes[0])
+            reduces = reduces or "reduce" in schema.op_name(node)
+            letter = "r" if reduces else "g"
+            found += letter.upper() if schema.hands_on(node) else letter
+        elif schema.op_name(node) in ("mm", "addmm") and not found.endswith("."):
+            found += "."
+    return found, model.program.memory().peak_bytes
+
+plain, most = events("")
+budget = most * 6 // 10
+tight, peak = events(f"fit-memory{{budget={budget}}}")
+say([plain, tight, budget - peak])
+"""
+
+
+def test_exchanges_run_beside_the_computation(tmp_path: Path) -> None:
+    """g and r: a gather or a reduction begins; G and R: it is awaited; a dot: matrix products."""
+    first, second = (found[0] for found in run_ranks(ORDER, 2, tmp_path / "store"))
+    assert first == second
+    plain, tight, left = first
+    # the model's own group and the first block's, each next one while a block computes; in backward sums meanwhile too
+    assert plain == "gGgGg.Gg.G.gGg.rGg.RrG.RrRrR"
+    assert left >= 0
+    assert tight.count("g") == tight.count("G") >= 4
+    assert "g.G" in tight
+
+
 REFUSED = """
 import logging, warnings
 from torch import nn

@@ -39,6 +39,7 @@ __all__ = [
     "gather_by_own_op",
     "gathered_names",
     "gathering_group",
+    "made_of_shards",
     "measure_gathers",
     "reduce_in_place",
     "sharding_group",
@@ -62,7 +63,7 @@ def free_whole_parameters(program: Program) -> int:
     again: set[fx.Node] = set()
     gathers = [node for node in _gathers(program) if schema.named_arguments(node)["frees"]]
     for gather in gathers:
-        again |= {gather, *_made_of_shards(gather)}
+        again |= {gather, *made_of_shards(gather)}
     for node in program.phase_nodes(Phase.FORWARD):
         cuts = schema.is_view(node) or node.target is operator.getitem or schema.op_name(node) in _COPIES
         if cuts and node.op == "call_function" and again.intersection(node.all_input_nodes[:1]):
@@ -138,7 +139,7 @@ def _gathers(program: Program) -> list[fx.Node]:
     return [node for node in program.phase_nodes(Phase.FORWARD) if schema.is_gather(node)]
 
 
-def _made_of_shards(gather: fx.Node) -> set[fx.Node]:
+def made_of_shards(gather: fx.Node) -> set[fx.Node]:
     """What puts shards together for a gather, which takes little and is not worth saving."""
     found: set[fx.Node] = set()
     pending = list(gather.all_input_nodes)
@@ -182,7 +183,7 @@ def sharding_group(program: Program) -> Group | None:
 
 def gathered_names(program: Program) -> set[str]:
     """The parameters of which forward gathers the shards, by name."""
-    put = {node for gather in _gathers(program) for node in (*_made_of_shards(gather), gather)}
+    put = {node for gather in _gathers(program) for node in (*made_of_shards(gather), gather)}
     return {spec.target for node, spec in program.inputs_of("parameter") if put.intersection(node.users)}
 
 
