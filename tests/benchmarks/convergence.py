@@ -1,9 +1,10 @@
 """Sparse and local exchange against dense exchange on real data: what training ends with, and what each rank receives.
 
-Four processes of one thread train together (gloo), every way with the same batches, learning rates and seeds:
+Four processes (``--ranks``) of one thread train together (gloo), every way with the same batches and seeds:
 
 * handwritten digits (scikit-learn): a multilayer perceptron, evaluated on 360 images;
-* English text: the GPT of the examples, small, evaluated on text that was held out.
+* English text: the GPT of the examples, small, evaluated on text that was held out;
+* the same with AdamW, as DiLoCo and 8-bit training are published: dense, local steps, outer steps, bfloat16 and float8.
 
 Dense is ``DataParallel`` with momentum. ``DeepGradientCompression`` sends 0.1 % of the large tensors' elements behind a
 warm-up over the published sparsities, and is then run without each of its corrections: without momentum correction
@@ -44,9 +45,17 @@ from torch import nn
 
 import graphopt
 from graphopt.ir.node import value_of
-from graphopt.ir.ops.communication.collectives import ALL_GATHER, ALL_REDUCE, BROADCAST
+from graphopt.ir.ops.communication.collectives import ALL_GATHER, ALL_REDUCE, BROADCAST, GATHER_INTO
 from graphopt.ir.ops.values import storage_bytes
-from graphopt.passes import AdaptiveLocalSGD, DataParallel, DeepGradientCompression, LocalSGD
+from graphopt.passes import (
+    AdaptiveLocalSGD,
+    DataParallel,
+    DeepGradientCompression,
+    DiLoCo,
+    Float8,
+    LocalSGD,
+    MixedPrecision,
+)
 from graphopt.rewriting.training_pass import Clock
 
 MODELS = example_models()
@@ -72,6 +81,7 @@ class Task:
         dense: updates with dense exchange before the warm-up.
         warm_up: updates over which the sparsities rise.
         rate: the learning rate at the beginning; it falls to 0 with the cosine.
+        adam: whether AdamW trains in place of SGD with momentum.
     """
 
     title: str
@@ -82,6 +92,7 @@ class Task:
     dense: int
     warm_up: int
     rate: float
+    adam: bool = False
 
 
 def classification(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -126,6 +137,7 @@ def text(steps: int, seed: int) -> tuple[list[Batch], Batch]:
 TASKS = {
     "digits": Task("digits, perceptron", perceptron, classification, digits, 500, 0, 50, 0.2),
     "text": Task("text, GPT", gpt, MODELS.next_token_loss, text, 8000, 1000, 400, 0.3),
+    "adamw": Task("text, GPT, AdamW", gpt, MODELS.next_token_loss, text, 2000, 0, 0, 3e-3, adam=True),
 }
 
 
@@ -136,10 +148,13 @@ SMALL = {"min_elements": 4096, "momentum": MOMENTUM}
 
 def ways(task: Task, steps: int) -> dict[str, tuple[float, list[graphopt.Pass]]]:
     """The optimizer's momentum and the passes beside ``DataParallel``, by what they are called."""
+    if task.adam:
+        return {name: (0.0, passes) for name, passes in ways_with_adam().items()}
     scale = steps / task.steps
     begin = {
         "rampup_begin_step": int(scale * task.dense), "rampup_step": max(1, int(scale * task.warm_up)), **SMALL,
     }  # fmt: skip
+    plain = {key: value for key, value in begin.items() if key != "momentum"}  # which is the optimizer's then
     once = {**SMALL, "sparsity": (0.999,), "rampup_step": 1}
     local: dict[str, tuple[float, list[graphopt.Pass]]] = {
         f"local SGD, {k} steps": (MOMENTUM, [LocalSGD(k_steps=k, last_step=steps - 1)]) for k in (4, 8, 16)
@@ -147,7 +162,7 @@ def ways(task: Task, steps: int) -> dict[str, tuple[float, list[graphopt.Pass]]]
     return {
         "dense": (MOMENTUM, []),
         "DGC": (0.0, [DeepGradientCompression(**begin)]),
-        "gradient dropping": (MOMENTUM, [DeepGradientCompression(correction="feedback", **begin)]),
+        "gradient dropping": (MOMENTUM, [DeepGradientCompression(correction="feedback", **plain)]),
         "DGC, no masking": (0.0, [DeepGradientCompression(masking=False, **begin)]),
         "DGC, no warm-up": (0.0, [DeepGradientCompression(**once)]),
         **local,
@@ -155,11 +170,32 @@ def ways(task: Task, steps: int) -> dict[str, tuple[float, list[graphopt.Pass]]]
     }
 
 
+def ways_with_adam() -> dict[str, list[graphopt.Pass]]:
+    """The same for AdamW; the state of it is each rank's own between outer steps."""
+    sparse = {"sparsity": 0.97, "outer_lr": 1.0, "outer_momentum": 0.0}
+    return {
+        "dense": [],
+        "DGC, feedback": [DeepGradientCompression(correction="feedback", min_elements=4096, rampup_step=100)],
+        "local SGD, 20 steps": [LocalSGD(k_steps=20)],
+        "DiLoCo, 20 steps": [DiLoCo(every=20)],
+        "DiLoCo, 100 steps": [DiLoCo(every=100)],
+        "DiLoCo, 20 steps, streaming, 8 bits": [DiLoCo(every=20, fragments=4, delay=1, mix=0.5, bits=8)],
+        "SparseLoCo, 20 steps, 3 %": [DiLoCo(every=20, bits=16, **sparse)],
+        "bfloat16": [MixedPrecision()],
+        "float8, tensorwise": [MixedPrecision(), Float8(skip="head")],
+        "float8, rowwise": [MixedPrecision(), Float8("rowwise", skip="head")],
+        "float8, mx": [MixedPrecision(), Float8("mx", skip="head")],
+    }
+
+
 def received_bytes(program: graphopt.Program) -> float:
     """Bytes that come to a rank in one run."""
-    factors = {ALL_REDUCE: 2 * (WORLD - 1) / WORLD, ALL_GATHER: (WORLD - 1) / WORLD, BROADCAST: 1.0}
+    ranks = dist.get_world_size()
+    factors = {ALL_REDUCE: 2 * (ranks - 1) / ranks, ALL_GATHER: (ranks - 1) / ranks, BROADCAST: 1.0}
     nodes = [node for node in program.graph.nodes if node.target in factors]
-    return sum(factors[node.target] * storage_bytes(value_of(node)) for node in nodes)
+    into = [node.args[1] for node in program.graph.find_nodes(op="call_function", target=GATHER_INTO)]
+    gathered = sum(storage_bytes(value_of(node)) for node in into) * (ranks - 1) / ranks
+    return gathered + sum(factors[node.target] * storage_bytes(value_of(node)) for node in nodes)
 
 
 class Trainer:
@@ -170,14 +206,20 @@ class Trainer:
         self._task = task
         self._passes = passes
         self._model = task.make()
-        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=task.rate, momentum=momentum)
+        self._optimizer: torch.optim.Optimizer = torch.optim.SGD(
+            self._model.parameters(), lr=task.rate, momentum=momentum
+        )
+        if task.adam:
+            self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=task.rate, fused=True)
         self._step = graphopt.optimize_step(self._model, self._optimizer, [DataParallel(), *passes], loss=task.loss)
         self._fresh: dict[str, Any] | None = None
 
     def train(self, steps: int, seed: int) -> dict[str, float]:
         """Train from the beginning; losses, accuracy, seconds per step and bytes received per step."""
         batches, held_out = self._task.data(steps, seed)
-        mine = [tuple(part[dist.get_rank() :: WORLD].contiguous() for part in batch) for batch in batches]
+        mine = [
+            tuple(part[dist.get_rank() :: dist.get_world_size()].contiguous() for part in batch) for batch in batches
+        ]
         self._restart(seed, mine[0])
         forms: Counter[str] = Counter()
         losses = []
@@ -187,10 +229,17 @@ class Trainer:
             for group in self._optimizer.param_groups:
                 group["lr"] = self._task.rate * (1 + math.cos(math.pi * number / steps)) / 2
             losses.append(self._step(*batch))
+        if self._task.adam:
+            self._step.synchronize()
         seconds = (time.perf_counter() - started) / steps
         last = torch.stack(losses[-max(1, steps // 20) :]).mean()
         dist.all_reduce(last)
-        return {"train": last.item() / WORLD, **self._evaluate(held_out), "seconds": seconds, **self._bytes(forms)}
+        return {
+            "train": last.item() / dist.get_world_size(),
+            **self._evaluate(held_out),
+            "seconds": seconds,
+            **self._bytes(forms),
+        }
 
     def _restart(self, seed: int, batch: Sequence[torch.Tensor]) -> None:
         torch.manual_seed(seed)
@@ -198,16 +247,24 @@ class Trainer:
         self._optimizer.state.clear()
         if self._fresh is None:
             self._fresh = self._step.prepare(*batch).state_dict()
-        self._step.load_state_dict(self._fresh)
+        parameters = dict(self._model.named_parameters())
+        begin = "diloco/global/"  # what all ranks have in common is this seed's
+        held = {
+            name: parameters[name.removeprefix(begin)].detach() if name.startswith(begin) else kept
+            for name, kept in self._fresh["held"].items()
+        }
+        self._step.load_state_dict({**self._fresh, "held": held})
 
     def _form(self, number: int) -> str:
         adapts = any(isinstance(current, AdaptiveLocalSGD) for current in self._passes)
         clock = Clock(steps=number, numbers=self._step.state_dict()["numbers"] if adapts else {})
-        wanted = {current.name: current.form(clock) for current in self._passes}
+        training = [current for current in self._passes if isinstance(current, graphopt.TrainingPass)]
+        wanted = {current.name: current.form(clock) for current in training}
         return ", ".join(f"{name}: {form}" for name, form in wanted.items() if form)
 
     def _bytes(self, forms: Counter[str]) -> dict[str, float]:
         sizes = {label.partition(", ")[2]: received_bytes(program) for label, program in self._step.programs.items()}
+        sizes.setdefault("", 0.0)
         total = sum(count * sizes[form] for form, count in forms.items())
         return {"bytes": total / forms.total(), "last bytes": sizes[""]}
 
@@ -225,7 +282,11 @@ def work(options: argparse.Namespace) -> None:
     """What one rank does: every task, way and seed; rank 0 prints a line of JSON for each."""
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{options.store}", rank=options.rank, world_size=WORLD, timeout=timedelta(minutes=5)
+        "gloo",
+        init_method=f"file://{options.store}",
+        rank=options.rank,
+        world_size=options.ranks,
+        timeout=timedelta(minutes=5),
     )
     for name in options.tasks:
         task = TASKS[name]
@@ -245,10 +306,10 @@ def launch(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Run the ranks; what rank 0 printed."""
     shaped: contextlib.AbstractContextManager[Network | None] = contextlib.nullcontext()
     if options.rate is not None:
-        shaped = network(WORLD)
+        shaped = network(options.ranks)
     with shaped as links, tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--store", f"{folder}/store", "--seeds", str(options.seeds)]
-        command += ["--scale", str(options.scale), "--tasks", *options.tasks]
+        command += ["--scale", str(options.scale), "--ranks", str(options.ranks), "--tasks", *options.tasks]
         command += ["--ways", *options.ways] if options.ways else []
         environment = dict(os.environ)
         if links is not None:
@@ -259,7 +320,7 @@ def launch(options: argparse.Namespace) -> list[dict[str, Any]]:
                 [*(links.prefix(rank) if links is not None else []), *command, "--rank", str(rank)],
                 env=environment, stdout=subprocess.PIPE, text=True,
             )
-            for rank in range(WORLD)
+            for rank in range(options.ranks)
         ]  # fmt: skip
         lines = []
         assert ranks[0].stdout is not None
@@ -277,7 +338,7 @@ def middle(values: Sequence[float], form: str) -> str:
     return f"{statistics.median(values):{form}} ± {max(values) - min(values):{form}}"
 
 
-def table_of(name: str, found: Sequence[dict[str, Any]], rate: str | None) -> Any:
+def table_of(name: str, found: Sequence[dict[str, Any]], ranks: int, rate: str | None) -> Any:
     """One task's table."""
     task = TASKS[name]
     rows = []
@@ -292,7 +353,7 @@ def table_of(name: str, found: Sequence[dict[str, Any]], rate: str | None) -> An
         ])  # fmt: skip
     headings = ["way", "train loss", "held-out loss", "accuracy, %", "kB/step", "last", "steps/s"]
     behind = "" if rate is None else f", links of {rate}"
-    return make_table(f"{task.title}, {found[0]['steps']} steps, {WORLD} ranks{behind}", headings, rows)
+    return make_table(f"{task.title}, {found[0]['steps']} steps, {ranks} ranks{behind}", headings, rows)
 
 
 def main() -> None:
@@ -301,8 +362,10 @@ def main() -> None:
     made.add_argument("--seeds", type=int, default=3, help="how many seeds")
     made.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="what to train")
     made.add_argument(
-        "--ways", nargs="+", choices=list(ways(TASKS["digits"], 500)), help="by default all", metavar="WAY"
-    )
+        "--ways", nargs="+", choices=[*ways(TASKS["digits"], 500), *ways_with_adam()], help="by default all",
+        metavar="WAY",
+    )  # fmt: skip
+    made.add_argument("--ranks", type=int, default=WORLD, help="how many train together (default: 4)")
     made.add_argument("--scale", type=float, default=1.0, help="times the steps of each task")
     made.add_argument("--rate", help="of each rank's link, such as 100mbit; none by default")
     made.add_argument("--store", help=argparse.SUPPRESS)
@@ -317,7 +380,10 @@ def main() -> None:
         found = launch(options)
     except NetworkError as error:
         raise SystemExit(str(error)) from error
-    tables = [table_of(name, [line for line in found if line["task"] == name], options.rate) for name in options.tasks]
+    tables = [
+        table_of(name, [line for line in found if line["task"] == name], options.ranks, options.rate)
+        for name in options.tasks
+    ]
     show({"rate": options.rate, "runs": found}, tables, as_json=options.json)
 
 

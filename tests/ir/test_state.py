@@ -266,6 +266,25 @@ def test_a_moved_model_is_refused() -> None:
         store.require({"a": PassState((), torch.float32, torch.device("meta"))})
 
 
+def test_a_parameter_that_is_changed_from_outside_beside_its_copy_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Of outer steps, for one: what ranks have in common is what it was."""
+    model = network(0.0)
+    store = StateStore(model.get_parameter)
+    weight = model.get_parameter("0.weight")
+    store.require({"diloco/global/0.weight": PassState(tuple(weight.shape), weight.dtype, CPU, source="0.weight")})
+    for own in (True, False):
+        store.refresh()
+        with torch.no_grad():
+            weight.add_(1.0)
+        if own:
+            store.settle()  # behind a run, which has changed it
+    assert not caplog.records
+    store.refresh()
+    store.refresh()
+    (told,) = caplog.records
+    assert "'0.weight' was changed outside of the step, and 'diloco/global/0.weight'" in told.getMessage()
+
+
 def test_sharing() -> None:
     one, two, three = (StateStore(network(0.0).get_parameter) for _ in range(3))
     held = {"a": PassState((), torch.float32, CPU, fill=4.0)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -12,6 +13,8 @@ from graphopt.ir.state import PassState
 from graphopt.runtime.state.sharded_parameter import take_waiting, waiting_shard
 
 __all__ = ["StateStore"]
+
+logger = logging.getLogger("graphopt")
 
 
 class StateStore:
@@ -31,6 +34,7 @@ class StateStore:
         self._loaded_local: tuple[str, ...] = ()
         self._elsewhere: dict[str, StateStore] = {}
         self._followed: dict[str, tuple[int, int]] = {}
+        self._told = False
 
     def __getitem__(self, target: str) -> torch.Tensor:
         return self._tensors[target]
@@ -79,19 +83,34 @@ class StateStore:
         To be called before a run: ``load_state_dict`` and every other write from outside would else leave the copies
         as they were.
         """
-        for target, source in self._sources():
+        for target, source in self._sources(follows=True):
             if self._followed.get(target) != _state_of(source):
                 self._tensors[target].copy_(source.detach())
+        self._tell_of_changes()
 
     def settle(self) -> None:
-        """Take the parameters as they are for those that the copies follow; to be called after a run."""
-        for target, source in self._sources():
-            self._followed[target] = _state_of(source)
+        """Take the parameters as they are for what the tensors are of; to be called after a run."""
+        for follows in (True, False):
+            for target, source in self._sources(follows=follows):
+                self._followed[target] = _state_of(source)
 
-    def _sources(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _sources(self, *, follows: bool) -> Iterator[tuple[str, torch.Tensor]]:
         for target, spec in self._specs.items():
-            if spec.follows:
+            if spec.source and spec.shard is None and spec.follows is follows:
                 yield target, self._parameter(spec.source)
+
+    def _tell_of_changes(self) -> None:
+        """Warn, once, of parameters that were changed from outside, beside which a tensor stays what it was."""
+        for target, source in () if self._told else self._sources(follows=False):
+            if self._followed.get(target, _state_of(source)) != _state_of(source):
+                self._told = True
+                logger.warning(
+                    "%r was changed outside of the step, and %r, which began as a copy of it, is what it was: load the "
+                    "step's state with the model's, behind it (step.load_state_dict), or make a new step",
+                    self._specs[target].source,
+                    target,
+                )
+                return
 
     def share(self, target: str, other: StateStore) -> None:
         """Take the tensor of a name from another store.
@@ -144,6 +163,7 @@ class StateStore:
         self._await()
         for name, tensor in state.items():
             self._tensors[name].copy_(tensor)
+        self._followed.clear()
 
     def _await(self) -> None:
         """Wait for exchanges that a run has started and that a later one would wait for."""

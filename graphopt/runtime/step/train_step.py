@@ -365,6 +365,7 @@ class TrainStep:
         with self._runner.watch.meeting(program):
             for current in self._pipeline.training:
                 current.settle(program, self._model, self._optimizer)
+        self._store.settle()
         return self
 
     def _closure(
