@@ -2,9 +2,10 @@
 
 Processor seconds of forward, backward and AdamW's update, with one thread unless told otherwise: the first step of a
 process less the shortest of three later ones. Each cell is a process of its own, which finds nothing that others have
-kept; a second process finds what the one before it left in its folder of ``GRAPHOPT_CACHE``. Torch's compiler, SciPy
-and networkx are imported before the clock starts, in every cell. GPTs of three depths, with batches of 8 × 64 tokens,
-and eight models of ``transformers`` at tiny sizes, with 32 rows.
+kept; a second process finds what the one before it left in its folder of ``GRAPHOPT_CACHE``. Everything that either
+side imports is imported before the clock starts, in every cell; with ``--imported compiler`` torch's compiler, SciPy
+and networkx alone, so that each side imports its own files itself, as it does for a user. GPTs of three depths, with batches
+of 8 × 64 tokens, and eight models of ``transformers`` at tiny sizes, with 32 rows.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ IMPORTED = (
     "graphopt.runtime.compiled_joint",
 )
 """What each side needs some of, and pays for once in a process however many models it compiles."""
+
+COMPILER = ("torch._dynamo", "scipy.optimize", "networkx")
 
 GPTS = {"GPT, 2 layers of 64": (2, 64), "GPT, 12 layers of 128": (12, 128), "GPT, 48 layers of 32": (48, 32)}
 
@@ -119,9 +122,9 @@ def training(name: str, column: str) -> Callable[[], Any]:
     return drop_in
 
 
-def first_step(name: str, column: str) -> dict[str, float]:
+def first_step(name: str, column: str, imported: str) -> dict[str, float]:
     """Processor seconds of the first step of this process, and of the shortest of three later ones."""
-    for module in IMPORTED:
+    for module in COMPILER if imported == "compiler" else IMPORTED:
         importlib.import_module(module)
     step = training(name, column)
     seconds = []
@@ -132,26 +135,26 @@ def first_step(name: str, column: str) -> dict[str, float]:
     return {"first": seconds[0], "later": min(seconds[1:])}
 
 
-def in_a_process(name: str, column: str, threads: int, folder: str) -> float:
+def in_a_process(name: str, column: str, threads: int, imported: str, folder: str) -> float:
     """Processor seconds of the first step beyond a later one in a process that keeps what it finds in ``folder``."""
     settings = {"GRAPHOPT_CACHE": folder, "GRAPHOPT_CACHE_PROGRAMS": "1", "GRAPHOPT_LOG": "off"}
-    options = ["--models", name, "--columns", column, "--threads", str(threads), "--alone"]
+    options = ["--models", name, "--columns", column, "--threads", str(threads), "--imported", imported, "--alone"]
     command = [sys.executable, __file__, *options]
     ran = subprocess.run(command, env=os.environ | settings, stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(ran.stdout)
     return float(found["first"] - found["later"])
 
 
-def row(name: str, columns: Sequence[str], threads: int) -> dict[str, float]:
+def row(name: str, columns: Sequence[str], threads: int, imported: str) -> dict[str, float]:
     """The cells of one model; a process that fills a folder for another one is a cell itself."""
     found: dict[str, float] = {}
     own = [column for column in columns if not COLUMNS[column].after]
     for column in dict.fromkeys([*own, *(COLUMNS[column].after for column in columns if COLUMNS[column].after)]):
         with tempfile.TemporaryDirectory() as folder:
-            found[column] = in_a_process(name, column, threads, folder)
+            found[column] = in_a_process(name, column, threads, imported, folder)
             for later in columns:
                 if COLUMNS[later].after == column:
-                    found[later] = in_a_process(name, later, threads, folder)
+                    found[later] = in_a_process(name, later, threads, imported, folder)
     return {column: found[column] for column in COLUMNS if column in found}
 
 
@@ -171,16 +174,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("--models", nargs="+", choices=every, help="default: all; the first with --quick")
     options.add_argument("--columns", nargs="+", choices=[*COLUMNS], default=[*COLUMNS], help="which ways to train")
     options.add_argument("--rounds", type=int, default=1, help="times that all is measured; the fewest seconds count")
+    options.add_argument("--imported", choices=("all", "compiler"), default="all", help="before the clock starts")
     options.add_argument("--alone", action="store_true", help="one cell in this process, as JSON")
     given = options.parse_args(argv)
     torch.set_num_threads(given.threads)
     names = given.models or (every[:1] if given.quick else every)
     if given.alone:
-        print(json.dumps(first_step(names[0], given.columns[0])))
+        print(json.dumps(first_step(names[0], given.columns[0], given.imported)))
         return 0
     results: dict[str, dict[str, float]] = {}
     for name in names:
-        rounds = [row(name, given.columns, given.threads) for _ in range(given.rounds)]
+        rounds = [row(name, given.columns, given.threads, given.imported) for _ in range(given.rounds)]
         results[name] = {column: min(cells[column] for cells in rounds) for column in rounds[0]}
         print(name, *(f"{column} {seconds:.2f} s" for column, seconds in results[name].items()), file=sys.stderr)
     shown = [column for column in COLUMNS if any(column in cells for cells in results.values())]
