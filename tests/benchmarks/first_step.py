@@ -4,8 +4,8 @@ Processor seconds of forward, backward and AdamW's update, with one thread unles
 process less the shortest of three later ones. Each cell is a process of its own, which finds nothing that others have
 kept; a second process finds what the one before it left in its folder of ``GRAPHOPT_CACHE``. Everything that either
 side imports is imported before the clock starts, in every cell; with ``--imported compiler`` torch's compiler, SciPy
-and networkx alone, so that each side imports its own files itself, as it does for a user. GPTs of three depths, with batches
-of 8 × 64 tokens, and eight models of ``transformers`` at tiny sizes, with 32 rows.
+and networkx alone, so that each side imports its own files itself, as it does for a user. GPTs of three depths, with
+batches of 8 × 64 tokens, and eight models of ``transformers`` at tiny sizes, with 32 rows.
 """
 
 from __future__ import annotations
