@@ -44,6 +44,7 @@ from graphopt.rewriting.memory.fit.summary import away_lines, decisions, plan_li
 from graphopt.rewriting.memory.recompute.checkpoint_segments import Segments
 from graphopt.rewriting.memory.transfers.transfer_insertion import host_lanes, lift_gathers, lift_swaps, nodes_of
 from graphopt.rewriting.pipeline import Pipeline
+from graphopt.runtime.advice.evaluation import step_of_long_run
 
 __all__ = ["plan"]
 
@@ -259,7 +260,7 @@ def _plan(options: argparse.Namespace, pipeline: Pipeline) -> None:
     costs = searches.costs
     report = frontier_report(searches.fitting, searches.cost, costs, rewritten.program, searches.first)
     answers = [searches.answer(text) for text in options.budget]
-    step = searches.step(rewritten.program)
+    step = step_of_long_run(rewritten, searches.cost, searches.ranks) if searches.ranks > 1 else None
     write_output(options, _render(format_of(options), report, answers, costs, step))
     if report.remark and (options.output is not None or format_of(options) != "text"):
         terminal.write(f"warning: {report.remark}", sys.stderr)

@@ -18,7 +18,7 @@ from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import type_text
 from graphopt.ir.program import Program
 from graphopt.ir.state import PassState
-from graphopt.rewriting.distributed.sharding.overlapped_exchanges import overlap_exchanges
+from graphopt.rewriting.memory.order.overlapped_exchanges import overlap_exchanges
 from graphopt.rewriting.dump import DumpDirectory
 from graphopt.rewriting.instruments import Instrument, LogPasses, ShowPasses, Snapshots
 from graphopt.rewriting.pass_ import Pass, PassRecord

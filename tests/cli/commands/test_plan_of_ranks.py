@@ -144,6 +144,16 @@ def test_an_option_for_comparing_exchanges_is_refused_beside_passes_that_exchang
         assert f"{option[0]} is for comparing ways to exchange gradients" in outcome.err
 
 
+def test_programs_that_alternate_are_one_mean_step(run: Command) -> None:
+    passes = "data-parallel,diloco{every=50 bits=8}"
+    found = planned(run, "--network", "1Gbit", "--passes", passes)["step"]
+    every = planned(run, "--network", "1Gbit", "--passes", "data-parallel")["step"]
+    assert found["kinds"] == 2
+    assert found["exchanges"] < 0.05 * every["exchanges"]
+    text = run("plan", STEP, *RANKS, "--network", "1Gbit", "--passes", passes).out
+    assert "the mean of a long run, in which 2 programs alternate; the highest peak" in text
+
+
 def test_one_device_has_no_step_of_ranks(run: Command) -> None:
     outcome = run("plan", STEP, "--device", DEVICE, "--json")
     assert "step" not in outcome.data

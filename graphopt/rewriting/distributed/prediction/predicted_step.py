@@ -49,6 +49,7 @@ class PredictedStep:
             that is not known.
         items: tokens, or rows, in the batch of a rank.
         unit: what ``items`` counts: ``tokens`` or ``rows``.
+        kinds: of how many programs that alternate it is the mean, with the highest of their peaks.
     """
 
     ranks: int
@@ -63,6 +64,7 @@ class PredictedStep:
     arithmetic: float
     items: int
     unit: str
+    kinds: int = 1
 
     @property
     def rate(self) -> float:
@@ -94,6 +96,8 @@ class PredictedStep:
         if several:
             rates += f" on each rank, {self._rates(self.ranks)} on all"
         lines = [taken, f"{'throughput':21}{rates}"]
+        if self.kinds > 1:
+            lines.append(f"{'':21}the mean of a long run, in which {self.kinds} programs alternate; the highest peak")
         if self.at_most > self.seconds:
             lines.append(f"{'':21}the range is that of published runs beside predictions by data sheets")
         return lines
@@ -166,6 +170,7 @@ def mean_step(steps: Sequence[tuple[PredictedStep, int]]) -> PredictedStep:
 
     return replace(
         steps[0][0],
+        kinds=len(steps),
         peak_bytes=max(step.peak_bytes for step, _ in steps),
         seconds=mean("seconds"),
         at_most=mean("at_most"),

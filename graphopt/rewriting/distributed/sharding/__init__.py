@@ -2,5 +2,5 @@
 
 In comes a program; gathers and reduce-scatters are put in, and state is described rank by rank. Start with
 ``sharded_update``. In reading order: ``sharded_update``, ``sharded_parameters``, ``low_precision_gathers``,
-``overlapped_exchanges``, ``sharded_state``, ``named_shards``.
+``sharded_state``, ``named_shards``.
 """
