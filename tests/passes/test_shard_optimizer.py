@@ -246,6 +246,15 @@ def test_optimizers_that_mix_elements_are_refused() -> None:
         step_of(uneven(), DataParallel(), ShardOptimizer(), make=Normed)
 
 
+@pytest.mark.usefixtures("four_ranks")
+def test_muon_takes_whole_matrices() -> None:
+    matrices = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 4, bias=False))
+    with pytest.raises(
+        GraphoptError, match=r"Muon cannot be sharded, since its update takes whole parameters, and each"
+    ):
+        step_of(matrices, DataParallel(), ShardOptimizer(), make=torch.optim.Muon)
+
+
 @pytest.mark.sweep
 @pytest.mark.usefixtures("four_ranks")
 def test_groups_have_to_be_one() -> None:

@@ -162,12 +162,30 @@ def trace_optimizer(
             tracer.tell_choice()
             return found
     if shards is not None:
-        raise GraphoptError(
-            f"{type(optimizer).__name__} cannot be sharded, since its update runs in eager mode: {reason}\n"
-            f"  what to do: {advice}leave shard-optimizer out"
-        )
+        whole = _Tracer(optimizer, order, trained, names, mode, None)
+        raise _not_sharded(optimizer, reason, advice, takes_whole=bool(advice) and _runs(whole, first))
     _not_traced[optimizer] = reason
     return tracer.opaque(first, reason)
+
+
+def _not_sharded(optimizer: torch.optim.Optimizer, reason: str, advice: str, *, takes_whole: bool) -> GraphoptError:
+    """The error for an optimizer whose update cannot be traced for slices of parameters."""
+    why = "since its update runs in eager mode"
+    if takes_whole:  # Muon, for one, which makes a matrix orthogonal
+        why = "since its update takes whole parameters, and each rank has a slice of the elements of each"
+    return GraphoptError(
+        f"{type(optimizer).__name__} cannot be sharded, {why}: {reason}\n"
+        f"  what to do: {advice}leave shard-optimizer out"
+    )
+
+
+def _runs(tracer: _Tracer, first: bool) -> bool:
+    """Whether an update can be traced."""
+    try:
+        tracer.run(first)
+    except Exception:
+        return False
+    return True
 
 
 def _traceable(optimizer: torch.optim.Optimizer) -> str:

@@ -18,9 +18,9 @@ from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import type_text
 from graphopt.ir.program import Program
 from graphopt.ir.state import PassState
-from graphopt.rewriting.memory.order.overlapped_exchanges import overlap_exchanges
 from graphopt.rewriting.dump import DumpDirectory
 from graphopt.rewriting.instruments import Instrument, LogPasses, ShowPasses, Snapshots
+from graphopt.rewriting.memory.order.overlapped_exchanges import overlap_exchanges
 from graphopt.rewriting.pass_ import Pass, PassRecord
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.progress import working
