@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from graphopt.ir.node import Phase, info, value_of
+from graphopt.ir.ops import schema
 from graphopt.ir.program import Program
 from graphopt.rewriting.memory.chunk.product_rules import PRODUCTS, product_of_rows
 from graphopt.rewriting.memory.chunk.row_regions import RowRegion, is_large, large_steps, obstacle, sizes_that_vary
@@ -56,11 +57,17 @@ def module_regions(program: Program, module: str, axis: int) -> list[RowRegion] 
         return varying
     matrix = _largest_product(program, module)
     if matrix is None:
-        return "there is no matrix product in it"
+        rounded = any(
+            schema.op_name(n) in _IN_8_BITS and is_inside(n, module) for n in program.phase_nodes(Phase.FORWARD)
+        )
+        return "its products are in 8 bits: let float8 skip it" if rounded else "there is no matrix product in it"
     value = value_of(matrix)
     if not 0 <= axis < value.dim():
         return f"its largest product is of shape {list(value.shape)}, which has no axis {axis}"
     return _Search(program, module, matrix, axis).regions()
+
+
+_IN_8_BITS = ("float8_mm", "mx_mm")
 
 
 def _largest_product(program: Program, module: str) -> fx.Node | None:
