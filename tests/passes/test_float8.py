@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import graphopt
 from graphopt import GraphoptError
@@ -27,6 +29,7 @@ from graphopt.rewriting.pass_ import Pass
 from graphopt.runtime.comparison.trial import Trial
 from tests.support.float8_reference import float8_linear, rounded
 from tests.support.properties import examples
+from tests.support.ranks import run_ranks
 
 RECIPES = ("tensorwise", "rowwise", "mx")
 
@@ -180,6 +183,27 @@ def test_evaluation_is_the_models_own() -> None:
 # --- memory, and other passes ----------------------------------------------------------------------------------------
 
 
+class Checkpointed(nn.Module):
+    """Blocks whose activations are recomputed because the model asks for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = wide()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.sweep(but=("tensorwise-90%",))
+@pytest.mark.parametrize("budget", ["", "100%", "90%"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recomputed_products_are_the_same(recipe: Any, budget: str) -> None:
+    optimized = graphopt.optimize(Checkpointed(), [Float8(recipe), *([FitMemory(budget)] if budget else [])])
+    assert same(gradients(optimized, wide_batch()), in_8_bits(Checkpointed(), wide_batch(), recipe))
+
+
 def wide() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*(Block(64) for _ in range(3)))
@@ -310,3 +334,54 @@ def test_units_for_8_bits_give_what_is_computed_in_float32(by_rows: bool) -> Non
     expected = float8_mm(*cast, *scales, torch.bfloat16, False).float()
     found = float8_mm(*(x.cuda() for x in (*cast, *scales)), torch.bfloat16, False).cpu().float()
     assert (found - expected).abs().max() <= 2.0**-7 * expected.abs().max()
+
+
+SHARDED = """
+from unittest import mock
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+import graphopt
+from graphopt.passes import DataParallel, Float8, ShardParameters
+from tests.passes.test_float8 import batch, build, same
+from tests.support.float8_reference import float8_linear
+
+def sharded(**options):
+    model = build()
+    for block in list(model)[:2]:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+def whole(model):
+    for parameter in model.parameters():
+        parameter.grad = None
+    y = model(batch(rank))
+    y.square().mean().backward()
+    return [y.detach(), *(parameter.grad.full_tensor() for parameter in model.parameters())]
+
+said = []
+for recipe in ("tensorwise", "rowwise"):
+    for options in ({}, {"reshard_after_forward": False}):
+        with mock.patch.object(nn.Linear, "forward", lambda layer, x: float8_linear(layer, x, recipe)):
+            expected = whole(sharded(**options))
+        said.append(same(whole(graphopt.optimize(sharded(**options), [Float8(recipe)])), expected))
+
+def trained(*passes):
+    model = build()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+    step = graphopt.optimize_step(
+        model, sgd, [DataParallel(), Float8(), *passes], loss=lambda model, x: model(x).square().mean()
+    )
+    for number in range(3):
+        step(batch(2 * number + rank))
+    with step.whole_parameters():
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+said.append(same(trained(), trained(ShardParameters(min_bytes=1))))
+say(said)
+"""
+
+
+@pytest.mark.sweep
+def test_weights_may_be_gathered_from_shards(tmp_path: Path) -> None:
+    """After ``fully_shard``, in both ways, and by ``ShardParameters``."""
+    assert run_ranks(SHARDED, 2, tmp_path / "store") == [[[True] * 5]] * 2

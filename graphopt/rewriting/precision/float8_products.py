@@ -66,8 +66,10 @@ class Product:
 
 def products_of(program: Program) -> list[Product]:
     """The products of the linear layers in a joint program, in order; those of layers that differ from one are left."""
-    parameters = {node for node, _ in program.inputs_of("parameter")}
+    kept = {node for node, spec in program.inputs_of("pass_state") if program.pass_state[spec.target].follows}
+    parameters = {node for node, _ in program.inputs_of("parameter")} | kept  # copies in fewer bits of some of them
     found, inputs = list[Product](), dict[str, set[fx.Node]]()
+    shapes: dict[str, set[tuple[Any, ...]]] = {}
     for node in program.graph.nodes:
         operands = _operands(node)
         if operands is None or not info(node).module:
@@ -76,12 +78,19 @@ def products_of(program: Program) -> list[Product]:
         weight = _parameter_behind(right, parameters)
         if weight is not None and own_phase(node) is not Phase.BACKWARD:
             inputs.setdefault(module, set()).add(schema.storage_root(left))
+            shapes.setdefault(module, set()).add(tuple(reversed(value_of(right).shape)))
             found.append(Product(node, module, "output", operands, weight))
         elif weight is not None and module in inputs:
             found.append(Product(node, module, "input gradient", operands, weight))
-        elif module in inputs and schema.storage_root(right) in inputs[module]:
+        elif module in inputs and tuple(value_of(node).shape) in shapes[module] and _is_input_of(right, inputs[module]):
             found.append(Product(node, module, "weight gradient", operands, None))
     return found
+
+
+def _is_input_of(matrix: fx.Node, inputs: set[fx.Node]) -> bool:
+    """Whether a matrix is one of some inputs, or recomputed for backward, as they are for nothing else there."""
+    root = schema.storage_root(matrix)
+    return root in inputs or (root.op == "call_function" and own_phase(root) is Phase.RECOMPUTE)
 
 
 def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -99,11 +108,19 @@ def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _parameter_behind(matrix: fx.Node, parameters: set[fx.Node]) -> fx.Node | None:
-    """The parameter that a matrix is, transposed or cast to fewer bits; None for others."""
+    """The parameter that a matrix is, transposed, cast to fewer bits, or gathered from shards; None for others."""
     root = schema.storage_root(matrix)
     if root.target is aten._to_copy.default:
         root = schema.storage_root(root.args[0])  # type: ignore[arg-type]
-    return root if root in parameters and value_of(root).dim() == 2 else None
+    return root if root in parameters or _is_gathered(root) else None
+
+
+def _is_gathered(root: fx.Node) -> bool:
+    """Whether a value is cut out of what was gathered from shards (``fully_shard``)."""
+    made = schema.maker(root)
+    if schema.op_name(made) == "split_with_sizes_copy":
+        made = schema.storage_root(made.all_input_nodes[0])
+    return schema.is_gather(made)
 
 
 def obstacle(product: Product, recipe: Recipe, least: int) -> str:
@@ -159,7 +176,9 @@ class _Casts:
     def replace(self, product: Product) -> None:
         """Put the product in 8 bits in the place of one."""
         node, (left, right) = product.node, product.operands
-        common: dict[str, Any] = {"before": node, "phase": info(node).phase, "origin": self.origin, "like": node}
+        again = info(node).phase is Phase.RECOMPUTE  # because the model asks for it, which stays so
+        origin = info(node).origin if again else self.origin
+        common: dict[str, Any] = {"before": node, "phase": info(node).phase, "origin": origin, "like": node}
         if product.weight is not None and _narrows(right):  # cast to 8 bits from what it was cast from, rounded once
             right = self._whole_weight(right, common)
         dtypes = (_E4M3 if product.kind == "output" else self._of_gradients, _E4M3)
@@ -194,8 +213,8 @@ class _Casts:
         """A matrix in 8 bits and its scale; the product sums over one of its dimensions."""
         base, flipped = _untransposed(matrix)
         dim = summed ^ flipped
-        weight = base.op == "placeholder" or (common["phase"] is Phase.BACKWARD and _is_input(base))
-        phase = common["phase"] if weight else None
+        stays = base.op == "placeholder" or (common["phase"] is Phase.BACKWARD and _is_input(base))
+        phase = common["phase"] if stays else None  # what is there anyway is cast again, and nothing of it waits
         key = (base, dtype, *(() if self.recipe == "tensorwise" else (dim,)), phase)
         if key not in self.made:
             self.made[key] = self._new_cast(base, dim, dtype, common)

@@ -120,7 +120,8 @@ def _reductions(program: Program) -> list[_Move]:
         place = min(stops, key=order.__getitem__, default=None)
         end = len(order) - 1 if place is None else order[place]
         moved = tuple(node for node in readers if order[node] < end)
-        if end - order[wait] > len(moved) + 1:  # something else runs meanwhile
+        cuts = all(schema.op_name(node) in _CUT_OUT for node in moved)  # and no layer, as of gradients of activations
+        if cuts and end - order[wait] > len(moved) + 1:  # something else runs meanwhile
             size = storage_bytes(value_of(wait.all_input_nodes[0]))
             found.append(_Move(wait, moved, place, size))
     return found
@@ -157,6 +158,10 @@ _PUT_TOGETHER = (
     "as_strided",
 )
 """Ops that make one tensor of a group's shards, or of its gradients."""
+
+
+_CUT_OUT = ("slice", "clone", "as_strided", "view", "div", "mul", "_to_copy", "getitem")
+"""Ops that make shards' gradients of what was reduced."""
 
 
 def _readers(wait: fx.Node) -> set[fx.Node]:
