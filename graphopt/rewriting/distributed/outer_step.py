@@ -152,7 +152,8 @@ class OuterStep:
 
     def __init__(self, program: Program, group: Group, settings: OuterSettings, number: int, origin: str) -> None:
         self._program, self._group, self._settings, self._origin = program, group, settings, origin
-        self._parameters = updated_parameters(program)
+        updated = updated_parameters(program)
+        self._parameters = {name: node for name, node in updated.items() if value_of(node).numel()}
         sizes = [(name, storage_bytes(value_of(node))) for name, node in self._parameters.items()]
         self.fragments = fragments_of(sizes, number)
         self._place = behind_update(program, set(self._parameters.values()))
