@@ -28,6 +28,23 @@ gc.disable()  # until everything is imported
 logging.getLogger("torch.__trace").propagate = True
 
 
+class _NamedAtOnce:
+    """Writes the name of each test that fails when it does: a run of hours may be stopped before it lists them."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            terminal.write_line(f"\nfailed: {report.nodeid}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_NamedAtOnce(config))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem() -> Generator[None, object, object]:
     """All cases of a test, before any of them is selected."""
