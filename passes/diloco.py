@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -20,12 +21,15 @@ from graphopt.rewriting.distributed.local_steps import (
     keep_gradients_local,
 )
 from graphopt.rewriting.distributed.outer_step import OuterSettings, OuterStep
+from graphopt.rewriting.distributed.parameter_average import updated_parameters
 from graphopt.rewriting.pass_ import Changed, Numerics, PassStage
 from graphopt.rewriting.training_pass import Clock, TrainingPass
 
 __all__ = ["DiLoCo"]
 
 _BITS = (32, 16, 8, 4)
+
+_TRAINED = "diloco/trained"
 
 _ARRIVES = " arrives"
 """How the form of a program ends in which an exchange that began in an earlier run ends."""
@@ -34,7 +38,7 @@ _ARRIVES = " arrives"
 @final
 @dataclass(frozen=True)
 class DiLoCo(TrainingPass):
-    """Let ranks train on their own, and take an outer step on how far they have gone at every ``every``-th update.
+    """Let ranks train on their own, with an outer step on how far they have gone after every ``every`` updates.
 
     Between outer steps each rank updates its parameters with its own gradients, by the optimizer that is the user's.
     Behind the last of ``every`` updates ranks exchange their pseudo-gradients: how much the parameters that all had in
@@ -76,7 +80,8 @@ class DiLoCo(TrainingPass):
         error_decay: what is left of what was not sent at the next outer step, from 0 to 1; with ``sparsity``.
 
     Raises:
-        GraphoptError: for other numbers.
+        GraphoptError: for other numbers, for ``error_decay`` without ``sparsity``, and with ``delay`` where other
+            parameters are trained than before.
 
     Example:
         >>> str(graphopt.Pipeline([DiLoCo(every=500), DataParallel()]))
@@ -131,6 +136,8 @@ class DiLoCo(TrainingPass):
                 f"delay must be at least 0 and below every / fragments ({self._interval}), when the next exchange "
                 f"begins, got {self.delay}"
             )
+        if not self.sparsity and self.error_decay != type(self).error_decay:
+            wrong.append(f"error_decay={self.error_decay} would mean nothing without sparsity")
         if self.sparsity and self.bits < 16:
             wrong.append(f"with sparsity entries travel in 32 or 16 bits, got bits={self.bits}")
         if wrong:
@@ -160,6 +167,7 @@ class DiLoCo(TrainingPass):
             return Changed(reason=NOT_EXCHANGED)
         form = program.context.forms.get(self.name, "")
         arrives = not self.delay or form.endswith(_ARRIVES)
+        self._refuse_others_under_way(program)
         if form == LOCAL or not arrives:
             remove_buffer_averages(program)
         outer = OuterStep(program, local.group, self._settings, self.fragments, self.name)
@@ -177,6 +185,20 @@ class DiLoCo(TrainingPass):
         if self.delay:
             line += ", which have arrived" if arrives else f", which arrive {self.delay} updates later"
         return Changed({**counts, "pseudo-gradients": len(names)}, tensors=names, lines=(line,))
+
+    def _refuse_others_under_way(self, program: Program) -> None:
+        """Refuse another set of trained parameters where an exchange of the set before may be under way.
+
+        Raises:
+            GraphoptError: saying so.
+        """
+        names = sorted(updated_parameters(program))
+        seen = float(zlib.crc32("\n".join(names).encode()))
+        if self.delay and program.context.step.numbers.setdefault(_TRAINED, seen) != seen:
+            raise GraphoptError(
+                f"diloco: other parameters are trained than before ({len(names)} now), and with delay={self.delay} "
+                "an exchange of those may be under way: give delay=0, or make a new step behind step.synchronize()"
+            )
 
     @property
     def _settings(self) -> OuterSettings:

@@ -9,7 +9,7 @@ from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.names import match_names
 from graphopt.ir.program import Program
 from graphopt.ir.words.written_units import counted
-from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
+from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage, by_options
 from graphopt.rewriting.precision.float8_products import Product, Recipe, cast_products, obstacle, products_of
 
 __all__ = ["Float8"]
@@ -64,6 +64,8 @@ class Float8(Pass):
     stage: ClassVar[PassStage] = "joint"
     numerics: ClassVar[Numerics] = "changes"
     after: ClassVar[tuple[str, ...]] = ("mixed-precision", "scale-loss")
+    # rows that vary cannot be seen to come in blocks of 32, and the same batch has to round alike in every program
+    fixed_sizes: ClassVar[bool] = by_options(False, lambda self: self.recipe == "mx")
 
     recipe: Recipe = "tensorwise"
     layers: str | tuple[str, ...] = "**"

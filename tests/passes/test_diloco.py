@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import graphopt
 from graphopt import GraphoptError, Pipeline, PipelineError
@@ -88,7 +90,8 @@ def test_fragments_have_about_the_same_bytes() -> None:
         ({"bits": 2}, "bits is one of 32, 16, 8, 4, got 2"),
         ({"sparsity": 1.0}, "sparsity must be at least 0 and below 1"),
         ({"sparsity": 0.9, "bits": 8}, "with sparsity entries travel in 32 or 16 bits, got bits=8"),
-        ({"error_decay": 1.5}, "error_decay must be from 0 to 1"),
+        ({"error_decay": 1.5, "sparsity": 0.5}, "error_decay must be from 0 to 1"),
+        ({"error_decay": 0.5}, "error_decay=0.5 would mean nothing without sparsity"),
     ],
 )
 def test_wrong_options_are_errors(options: dict[str, Any], message: str) -> None:
@@ -109,6 +112,27 @@ def test_options_as_text() -> None:
     given = DiLoCo(every=64, fragments=4, delay=2, mix=0.5, bits=8)
     assert str(given) == "diloco{every=64 fragments=4 delay=2 mix=0.5 bits=8}"
     assert Pipeline(f"data-parallel,{given}").passes == Pipeline([DataParallel(), given]).passes
+
+
+def test_other_parameters_are_refused_while_an_exchange_may_be_under_way() -> None:
+    """What was sent of those before would be taken for theirs."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        for delay in (1, 0):
+            model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+            passes = [DataParallel(), DiLoCo(every=2, delay=delay)]
+            step = graphopt.optimize_step(model, sgd, passes, loss=lambda model, x: model(x).square().mean())
+            step(torch.randn(4, 8))
+            model[0].requires_grad_(False)
+            if delay:
+                with pytest.raises(GraphoptError, match=r"diloco: other parameters are trained than before \(2 now\)"):
+                    step(torch.randn(4, 8))
+            else:
+                step(torch.randn(4, 8))
+            step.state_dict()  # waits for what is under way
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -105,8 +105,8 @@ class StateStore:
             if self._followed.get(target, _state_of(source)) != _state_of(source):
                 self._told = True
                 logger.warning(
-                    "%r was changed outside of the step, and %r, which began as a copy of it, is what it was: load the "
-                    "step's state with the model's, behind it (step.load_state_dict), or make a new step",
+                    "%r was changed outside of the step, and %r, which began as a copy of it, is what it was: where it "
+                    "was loaded, load the step's state too (step.load_state_dict), or make a new step",
                     self._specs[target].source,
                     target,
                 )
@@ -126,7 +126,7 @@ class StateStore:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Copies of the tensors that belong into checkpoints, those loaded and not yet used among them."""
-        self._await()
+        self.await_exchanges()
         saved = {target: self._tensors[target] for target, spec in self._specs.items() if spec.saved}
         return {target: tensor.detach().clone() for target, tensor in {**self._loaded, **saved}.items()}
 
@@ -160,12 +160,12 @@ class StateStore:
         _refuse_names(set(state) - known, known - set(state), known)
         for name, tensor in state.items():
             _check(name, tensor, self._specs[name])
-        self._await()
+        self.await_exchanges()
         for name, tensor in state.items():
             self._tensors[name].copy_(tensor)
         self._followed.clear()
 
-    def _await(self) -> None:
+    def await_exchanges(self) -> None:
         """Wait for exchanges that a run has started and that a later one would wait for."""
         for tensor in self._tensors.values():
             WAIT(tensor)

@@ -363,6 +363,7 @@ class TrainStep:
         self.refuse_in_join("synchronize")
         program = self._latest().rewritten.program
         with self._runner.watch.meeting(program):
+            self._store.await_exchanges()
             for current in self._pipeline.training:
                 current.settle(program, self._model, self._optimizer)
         self._store.settle()

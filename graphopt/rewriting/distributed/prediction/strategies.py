@@ -276,8 +276,8 @@ class Local(Strategy):
 class Outer(Strategy):
     """Every rank trains on its own, and takes an outer step with the others after every ``every`` steps (``DiLoCo``).
 
-    Pseudo-gradients travel behind the update, in messages of 32 MiB and in the order of the program's parameters, or,
-    with ``delay``, beside the next step. All fragments count as sent at once: the bytes of a long run are the same.
+    Pseudo-gradients travel behind the update, in messages of 32 MiB and in the order of the program's parameters. All
+    fragments count as sent at once: the bytes of a long run are the same. A delay, which hides seconds, is not counted.
 
     Source: Douillard et al., "DiLoCo", 2023 (arXiv 2311.08105).
 
@@ -285,13 +285,11 @@ class Outer(Strategy):
         every: 1 or more.
         bits: of each element: 32 for its own dtype, 16, 8 or 4.
         sparsity: share of the elements that is not sent.
-        delay: whether exchanges run beside later steps; one step is counted, more may hide more.
     """
 
     every: int = 100
     bits: int = 32
     sparsity: float = 0.0
-    delay: bool = False
 
     def __post_init__(self) -> None:
         if self.every < 1:
@@ -307,7 +305,7 @@ class Outer(Strategy):
     def by(self) -> str:
         """See the base class."""
         bits, sparsity = f", bits={self.bits}" * (self.bits < 32), f", sparsity={self.sparsity}" * bool(self.sparsity)
-        return f"DiLoCo(every={self.every}{bits}{sparsity}{', delay=1' * self.delay})"
+        return f"DiLoCo(every={self.every}{bits}{sparsity})"
 
     @property
     def effect(self) -> str:
@@ -329,10 +327,7 @@ class Outer(Strategy):
             # before: differences are made, copied together and divided; after: momentum, common and own parameters
             before, after = (7 * bucket.bytes + sent) * copy, (13 * bucket.bytes + arrived) * copy
             found.append(Message(crossing, before=before, after=after))
-        beside = tuple(buffer_messages(workload, ranks))
-        if self.delay:
-            return Messages((*beside, *found), period=self.every)
-        return Messages(beside, tuple(found), period=self.every)
+        return Messages(tuple(buffer_messages(workload, ranks)), tuple(found), period=self.every)
 
 
 # --- shared ----------------------------------------------------------------------------------------------------------
