@@ -33,6 +33,9 @@ Kind = Literal["output", "input gradient", "weight gradient"]
 _EVEN = 16
 """The 8-bit units of GPUs take features in multiples of it."""
 
+_PUT_TOGETHER = ("cat", "view", "reshape", "_to_copy", "constant_pad_nd")
+"""Ops that make one tensor of the shards that are gathered together."""
+
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -112,15 +115,21 @@ def _parameter_behind(matrix: fx.Node, parameters: set[fx.Node]) -> fx.Node | No
     root = schema.storage_root(matrix)
     if root.target is aten._to_copy.default:
         root = schema.storage_root(root.args[0])  # type: ignore[arg-type]
-    return root if root in parameters or _is_gathered(root) else None
+    return root if root in parameters or _is_gathered(root, parameters) else None
 
 
-def _is_gathered(root: fx.Node) -> bool:
-    """Whether a value is cut out of what was gathered from shards (``fully_shard``)."""
+def _is_gathered(root: fx.Node, parameters: set[fx.Node]) -> bool:
+    """Whether a value is cut out of what was gathered from shards of parameters (``fully_shard``)."""
     made = schema.maker(root)
     if schema.op_name(made) == "split_with_sizes_copy":
         made = schema.storage_root(made.all_input_nodes[0])
-    return schema.is_gather(made)
+    pending = [made] if schema.is_gather(made) else []
+    for node in pending:  # activations that tensor parallelism gathers come from other calls
+        sources = [source for source in node.all_input_nodes if source not in parameters]
+        if any(schema.op_name(source) not in _PUT_TOGETHER for source in sources):
+            return False
+        pending += sources
+    return bool(pending)
 
 
 def obstacle(product: Product, recipe: Recipe, least: int) -> str:
