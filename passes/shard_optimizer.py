@@ -22,6 +22,7 @@ from graphopt.rewriting.distributed.sharding.sharded_update import (
     scatter_gradients,
     shards_of_rank,
 )
+from graphopt.rewriting.distributed.sharding.whole_updates import DividedUpdates, divide_whole_updates
 from graphopt.rewriting.pass_ import Changed, Numerics, PassStage
 from graphopt.rewriting.shards import Shards
 from graphopt.rewriting.training_pass import TrainingPass
@@ -47,11 +48,14 @@ class ShardOptimizer(TrainingPass):
     again, which ``graphopt.checkpoint`` does for all of them; names in it say whose shards they are
     (``exp_avg@rank1of2``), and another rank's are refused. A state that is whole is cut where it is loaded before the
     first step. For another number of ranks ``graphopt.sharded_state`` puts shards together and divides them. Under loss
-    scaling all ranks skip a step where one has to; ``ClipGradients`` takes the norm over all ranks. Optimizers have to
-    work element by element: SGD, Adam, AdamW, Adagrad, RMSprop and their like.
+    scaling all ranks skip a step where one has to; ``ClipGradients`` takes the norm over all ranks.
+
+    Most optimizers work element by element. What one does with a whole parameter in between, as Muon does with its
+    matrices, is divided among ranks: of as many parameters of one shape as there are ranks each gets one whole, by an
+    all-to-all of shards in the dtype in which it is read, and gives the shards of its result back in the same way.
 
     Rajbhandari, Rasley, Ruwase and He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020
-    (arXiv 1910.02054).
+    (arXiv 1910.02054). Liu, Su, Yao and others, "Muon is Scalable for LLM Training", 2025 (arXiv 2502.16982).
 
     Args:
         group: name of the process group, that of ``DataParallel``, or of a dimension of a ``DeviceMesh``; empty for the
@@ -61,8 +65,9 @@ class ShardOptimizer(TrainingPass):
             ``replicas``. Both may be dimensions of one ``DeviceMesh``, which together have all ranks.
 
     Raises:
-        GraphoptError: for an optimizer that does not work element by element, parameters that do not fill their memory,
-            gradients that are exchanged over another group or several, or that a pass needs in full.
+        GraphoptError: for an optimizer that reads values in Python, takes several parameters together, or changes a
+            parameter where it has it whole; for parameters that do not fill their memory; for gradients that are
+            exchanged over another group or several, or that a pass needs in full.
 
     Example:
         >>> str(graphopt.Pipeline([ShardOptimizer(), DataParallel()]))
@@ -103,11 +108,14 @@ class ShardOptimizer(TrainingPass):
         scatter_gradients(program, found, group, self.name, replicas)
         agree_on_norms(program, group, self.name)
         agree_on_skipping(program, group, self.name)
+        whole = divide_whole_updates(program, group, self.name)
         gather_parameters(program, buckets, group, self.name)
-        return _report(program, buckets, sent, group)
+        return _report(program, buckets, sent, whole, group)
 
 
-def _report(program: Program, buckets: Sequence[Sequence[str]], sent: int, group: Group) -> Changed:
+def _report(
+    program: Program, buckets: Sequence[Sequence[str]], sent: int, divided: DividedUpdates, group: Group
+) -> Changed:
     count = sum(len(names) for names in buckets)
     state = [(value_of(node), spec.target) for node, spec in program.inputs_of("state")]
     elements = {spec.target: value_of(node).numel() for node, spec in program.inputs_of("parameter")}
@@ -126,4 +134,4 @@ def _report(program: Program, buckets: Sequence[Sequence[str]], sent: int, group
         f"parameters: {format_bytes(sent)} of each per step"
     )
     counts = {"parameters sharded": count, "reduce-scatters": len(buckets), "all-gathers": len(buckets)}
-    return Changed(counts, lines=(memory, traffic))
+    return Changed(counts | divided.counts, lines=(memory, traffic, *divided.lines))

@@ -31,6 +31,7 @@ from graphopt.rewriting.distributed.sharding.sharded_update import (
     scatter_gradients,
     shards_of_rank,
 )
+from graphopt.rewriting.distributed.sharding.whole_updates import DividedUpdates, divide_whole_updates
 from graphopt.rewriting.memory.fit.state_action import gather_link
 from graphopt.rewriting.memory.transfers.state_swaps import Swapped, swap_state
 from graphopt.rewriting.pass_ import Changed, Numerics, PassStage
@@ -140,7 +141,9 @@ class ShardParameters(TrainingPass):
         if sharded_inputs(program):
             return Changed(reason="the parameters of this program are sharded already")
         parameters = to_shard(program, self.min_bytes)
-        buckets = self._shard_update(program, parameters, group) if program.stage == "step" else 0
+        buckets, divided = 0, DividedUpdates()
+        if program.stage == "step":
+            buckets, divided = self._shard_update(program, parameters, group)
         if not parameters:
             return Changed(
                 counts={"buckets scattered": buckets},
@@ -158,10 +161,17 @@ class ShardParameters(TrainingPass):
             keep = {**offloaded.keep, self.name: link.room}
             program.context = replace(program.context, offloaded=replace(offloaded, keep=keep))
         swapped = swap_state(program, inputs, link, self.cost, origin=self.name)
-        return self._report(program, parameters, swapped, buckets, group)
+        changed = self._report(program, parameters, swapped, buckets, group)
+        return replace(changed, counts={**changed.counts, **divided.counts}, lines=(*changed.lines, *divided.lines))
 
-    def _shard_update(self, program: Program, parameters: Mapping[str, fx.Node], group: Group) -> int:
-        """Scatter gradients, update shards, and gather what stays whole behind the update; how many buckets."""
+    def _shard_update(
+        self, program: Program, parameters: Mapping[str, fx.Node], group: Group
+    ) -> tuple[int, DividedUpdates]:
+        """Scatter gradients, update shards, and gather what stays whole behind the update.
+
+        Returns:
+            how many buckets there are, and what of the update takes whole parameters.
+        """
         found = reductions(program)
         replicas = find_replicas(self.replicas)
         check_sharded_update(program, found, group, self.name, replicas)
@@ -169,9 +179,10 @@ class ShardParameters(TrainingPass):
         scatter_gradients(program, found, group, self.name, replicas)
         agree_on_norms(program, group, self.name)
         agree_on_skipping(program, group, self.name)
+        divided = divide_whole_updates(program, group, self.name)
         whole = [[name for name in names if name not in parameters] for names in buckets]
         gather_parameters(program, [names for names in whole if names], group, self.name)
-        return len(buckets)
+        return len(buckets), divided
 
     def _report(
         self, program: Program, parameters: Mapping[str, fx.Node], swapped: Swapped, buckets: int, group: Group

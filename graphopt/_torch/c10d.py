@@ -24,6 +24,8 @@ __all__ = [
     "all_gather_into_tensor_out",
     "all_reduce",
     "all_reduce_",
+    "all_to_all_op",
+    "all_to_all_single",
     "broadcast",
     "broadcast_",
     "collectives_draw_apart",
@@ -46,11 +48,19 @@ require(COLLECTIVES)
 all_gather_into_tensor = torch.ops._c10d_functional.all_gather_into_tensor.default
 all_gather_into_tensor_out = torch.ops._c10d_functional.all_gather_into_tensor_out.default
 all_reduce = torch.ops._c10d_functional.all_reduce.default
+all_to_all_op = torch.ops._c10d_functional.all_to_all_single.default
 all_reduce_ = torch.ops._c10d_functional.all_reduce_.default
 broadcast = torch.ops._c10d_functional.broadcast.default
 broadcast_ = torch.ops._c10d_functional.broadcast_.default
 reduce_scatter_tensor = torch.ops._c10d_functional.reduce_scatter_tensor.default
 wait_tensor = torch.ops._c10d_functional.wait_tensor.default
+
+
+def all_to_all_single(input: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
+    """Start to give each rank its part of as many equal ones, by the backend's own way; ``wait_tensor`` waits."""
+    parts = [input.shape[0] // group_size] * group_size
+    found: torch.Tensor = all_to_all_op(input, parts, parts, group_name)
+    return found
 
 
 def process_groups() -> dict[str, Any]:

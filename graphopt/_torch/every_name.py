@@ -15,6 +15,8 @@ from graphopt._torch.c10d import all_gather_into_tensor as all_gather_into_tenso
 from graphopt._torch.c10d import all_gather_into_tensor_out as all_gather_into_tensor_out
 from graphopt._torch.c10d import all_reduce as all_reduce
 from graphopt._torch.c10d import all_reduce_ as all_reduce_
+from graphopt._torch.c10d import all_to_all_op as all_to_all_op
+from graphopt._torch.c10d import all_to_all_single as all_to_all_single
 from graphopt._torch.c10d import broadcast as broadcast
 from graphopt._torch.c10d import broadcast_ as broadcast_
 from graphopt._torch.c10d import collectives_draw_apart as collectives_draw_apart
@@ -212,6 +214,8 @@ __all__ = [
     "all_gather_into_tensor_out",
     "all_reduce",
     "all_reduce_",
+    "all_to_all_op",
+    "all_to_all_single",
     "allocator_events",
     "apply_function",
     "as_in_eager",

@@ -181,6 +181,7 @@ COLLECTIVES = Feature(
         "torch.ops": (
             "_c10d_functional.all_gather_into_tensor.default _c10d_functional.all_gather_into_tensor_out.default "
             "_c10d_functional.all_reduce.default _c10d_functional.all_reduce_.default "
+            "_c10d_functional.all_to_all_single.default "
             "_c10d_functional.broadcast.default _c10d_functional.broadcast_.default "
             "_c10d_functional.reduce_scatter_tensor.default _c10d_functional.wait_tensor.default"
         ),

@@ -15,10 +15,11 @@ from torch import fx, nn
 from graphopt import _torch
 from graphopt.capture.effects.checks import refuse_coupling, step_hooks
 from graphopt.capture.step.opaque import OpaqueUpdate, measure_update, stand_in, trace_opaque
+from graphopt.capture.step.update_on_shards import NotOnShardsError, holds_shard, run_on_shards
 from graphopt.capture.step.update_settings import NO_SETTINGS, UpdateSettings, group_settings
 from graphopt.errors import CaptureError, GraphoptError, quoted
 from graphopt.ir.host import refuse_shortage
-from graphopt.ir.node import InputSpec
+from graphopt.ir.node import InputSpec, value_of
 from graphopt.ir.words.written_units import counted
 from graphopt.rewriting.shards import Shards, check_dense, holds_elements
 
@@ -152,40 +153,50 @@ def trace_optimizer(
     if not reason:
         try:
             found = tracer.run(first)
+            if shards is not None:
+                refuse_coupling(optimizer, found.graph)
         except Exception as error:
             refuse_shortage(error, f"the update of {type(optimizer).__name__}")
             reason = _reason(error)
             advice = _traceable(optimizer)
+            whole = _Tracer(optimizer, order, trained, names, mode, None, kept=shards) if shards is not None else None
+            found_whole = whole and _traced(whole, first)
+            if found_whole:
+                return _on_shards(optimizer, tracer, found_whole)
+            if isinstance(error, GraphoptError):
+                raise
         else:
-            if shards is not None:
-                refuse_coupling(optimizer, found.graph)
             tracer.tell_choice()
             return found
     if shards is not None:
-        whole = _Tracer(optimizer, order, trained, names, mode, None)
-        raise _not_sharded(optimizer, reason, advice, takes_whole=bool(advice) and _runs(whole, first))
+        raise _not_sharded(optimizer, f"since its update runs in eager mode: {reason}", advice)
     _not_traced[optimizer] = reason
     return tracer.opaque(first, reason)
 
 
-def _not_sharded(optimizer: torch.optim.Optimizer, reason: str, advice: str, *, takes_whole: bool) -> GraphoptError:
-    """The error for an optimizer whose update cannot be traced for slices of parameters."""
-    why = "since its update runs in eager mode"
-    if takes_whole:  # Muon, for one, which makes a matrix orthogonal
-        why = "since its update takes whole parameters, and each rank has a slice of the elements of each"
+def _not_sharded(optimizer: torch.optim.Optimizer, why: str, advice: str = "") -> GraphoptError:
+    """The error for an optimizer whose update cannot be that of shards of parameters."""
     return GraphoptError(
-        f"{type(optimizer).__name__} cannot be sharded, {why}: {reason}\n"
-        f"  what to do: {advice}leave shard-optimizer out"
+        f"{type(optimizer).__name__} cannot be sharded, {why}\n  what to do: {advice}leave shard-optimizer out"
     )
 
 
-def _runs(tracer: _Tracer, first: bool) -> bool:
-    """Whether an update can be traced."""
+def _traced(tracer: _Tracer, first: bool) -> UpdateTrace | None:
+    """An update, where it can be traced."""
     try:
-        tracer.run(first)
+        return tracer.run(first)
     except Exception:
-        return False
-    return True
+        return None
+
+
+def _on_shards(optimizer: torch.optim.Optimizer, tracer: _Tracer, whole: UpdateTrace) -> UpdateTrace:
+    """The update of whole parameters as one of shards, of which some is exchanged in between."""
+    try:
+        return tracer.run_again(whole)
+    except NotOnShardsError as error:
+        why = f"since its update takes whole parameters, of each of which ranks have shards: {error}"
+        advice = "use an optimizer that works element by element (SGD, Adam, AdamW, Adagrad, RMSprop), or "
+        raise _not_sharded(optimizer, why, advice) from None
 
 
 def _traceable(optimizer: torch.optim.Optimizer) -> str:
@@ -224,7 +235,10 @@ def _reason(error: Exception) -> str:
 
 
 class _Tracer:
-    """Builds a stand-in optimizer over fake tensors and traces its step."""
+    """Builds a stand-in optimizer over fake tensors and traces its step.
+
+    With ``kept`` the optimizer keeps shards, perhaps, where whole parameters are updated.
+    """
 
     def __init__(
         self,
@@ -234,8 +248,10 @@ class _Tracer:
         names: dict[int, str],
         mode: Any,
         shards: Shards | None,
+        kept: Shards | None = None,
     ) -> None:
         self._optimizer = optimizer
+        self._kept = kept or {}
         self._trained = trained
         self._order = order
         self._names = names
@@ -301,6 +317,29 @@ class _Tracer:
         constants = {str(n.target): getattr(module, str(n.target)) for n in module.graph.find_nodes(op="get_attr")}
         return UpdateTrace(module.graph, specs, list(made), constants, self._shards)
 
+    def run_again(self, whole: UpdateTrace) -> UpdateTrace:
+        """The update of whole parameters, on shards of them.
+
+        Raises:
+            NotOnShardsError: where it cannot be.
+        """
+        assert self._shards is not None
+        shards, places = self._shards, whole.graph.find_nodes(op="placeholder")
+        with self._mode:
+            inputs = [
+                torch.empty(shards[_parameter_of(spec)][1], dtype=value.dtype, device=value.device)
+                if holds_shard(spec, value, self._trained)
+                else _fake_like(value)
+                for spec, value in zip(whole.inputs, map(value_of, places), strict=True)
+                if spec.role != "hyperparameter"
+            ]
+
+        def step(flat: list[Any]) -> list[Any]:
+            return run_on_shards(whole.graph, whole.inputs, flat, self._trained, shards)
+
+        module = _torch.trace_update(step, [*inputs, *self._rates])
+        return UpdateTrace(module.graph, whole.inputs, whole.created, {}, shards)
+
     def _refuse_counting(self, before: Mapping[str, dict[str, Any]], after: Mapping[str, dict[str, Any]]) -> None:
         """Numbers that the optimizer keeps in Python and changes at every step cannot be part of a static program."""
         for name, state in after.items():
@@ -348,9 +387,19 @@ class _Tracer:
                 if name in self._fake:
                     found[name] = {
                         key: self._example(name, value) if holds_elements(key, value, parameter) else _fake_like(value)
-                        for key, value in state.items()
+                        for key, value in self._whole(name, parameter, state).items()
                     }
         return found
+
+    def _whole(self, name: str, parameter: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+        """State of a parameter, with something like the parameter in the place of its shard."""
+        length = self._kept.get(name, (0, -1))[1]
+        return {
+            key: torch.empty_strided(parameter.shape, parameter.stride(), dtype=value.dtype, device=value.device)
+            if isinstance(value, torch.Tensor) and value.shape == (length,)
+            else value
+            for key, value in state.items()
+        }
 
     def _state_after_first(self) -> dict[str, dict[str, Any]]:
         """What the first step would leave, found by running it on fake tensors."""
@@ -415,6 +464,11 @@ class _Tracer:
 
 class _ChangingNumberError(Exception):
     """An optimizer keeps numbers in Python that change at every step, so that no static program can be its update."""
+
+
+def _parameter_of(spec: InputSpec) -> str:
+    """The parameter that an input of an update is of."""
+    return spec.target.rpartition("/")[0] if spec.role == "state" else spec.target
 
 
 def _same(value: Any, before: Any) -> bool:

@@ -60,6 +60,7 @@ _COLLECTIVES = ("_c10d_functional", "c10d_functional", "_dtensor", "c10d")
 _GATHER = "graphopt::gather_shards"
 _OUR_COLLECTIVES = (
     "graphopt::all_gather_into_tensor",
+    "graphopt::all_to_all",
     "graphopt::gather_into_",
     _GATHER,
     "graphopt::reduce_scatter_sum",

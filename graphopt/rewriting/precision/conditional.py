@@ -25,8 +25,8 @@ def make_conditional(program: Program, found_inf: fx.Node, origin: str) -> int:
     """Let the update of a step program leave parameters and optimizer state as they are where ``found_inf`` is not 0.
 
     Fused ops take ``found_inf`` themselves, and their step counts are counted back, as in torch's optimizers. What
-    other calls write is copied before and put back. State that the update creates is not covered: whoever runs the
-    program throws it away after a skipped step.
+    other calls write, which may be a shard of a parameter, is copied before and put back. State that the update creates
+    is not covered: whoever runs the program throws it away after a skipped step.
 
     Args:
         program: of stage step.
@@ -46,21 +46,43 @@ def make_conditional(program: Program, found_inf: fx.Node, origin: str) -> int:
     if counted:
         program.insert(_UNCOUNT, (counted, [found_inf] * len(counted)), **end)
     if kept:
-        before = [_keep(program, node, origin) for node in kept]
-        program.insert(ops.put_back_, (kept, before, found_inf), **end)
+        before = [_keep(program, node, first, origin) for node, first in kept.items()]
+        program.insert(ops.put_back_, (list(kept), before, found_inf), **end)
     return len(kept)
 
 
-def _written(program: Program, calls: Sequence[fx.Node], counts: set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The parameters and state that calls write: the step counts that they only count up, and everything else."""
+def _written(
+    program: Program, calls: Sequence[fx.Node], counts: set[fx.Node]
+) -> tuple[list[fx.Node], dict[fx.Node, fx.Node]]:
+    """The parameters and state that calls write.
+
+    Returns:
+        the step counts that they only count up; and all others, or of each the one view that is written, with the call
+        in front of which it is still as it was.
+    """
     lasting = {node for node, _ in program.inputs_of("parameter", "state")}
     counted: dict[fx.Node, None] = {}
-    kept: dict[fx.Node, None] = {}
+    views: dict[fx.Node, dict[fx.Node, fx.Node]] = {}
     for node in calls:
-        written = [base for base in map(base_of, schema.mutated_inputs(node)) if base in lasting]
-        by_one = node.target is _COUNT and node.args[1] == 1 and counts.issuperset(written)
-        (counted if by_one else kept).update(dict.fromkeys(written))
-    return [node for node in counted if node not in kept], list(kept)
+        written = {target: base_of(target) for target in schema.mutated_inputs(node)}
+        written = {target: base for target, base in written.items() if base in lasting}
+        if node.target is _COUNT and node.args[1] == 1 and counts.issuperset(written.values()):
+            counted.update(dict.fromkeys(written.values()))
+            continue
+        for target, base in written.items():
+            views.setdefault(base, {}).setdefault(_view(target), node)
+    kept: dict[fx.Node, fx.Node] = {}
+    for base, found in views.items():
+        (view, first), *others = found.items()
+        kept |= {base: calls[0]} if others else {view: first if view is not base else calls[0]}
+    return [node for node in counted if node not in views], kept
+
+
+def _view(written: fx.Node) -> fx.Node:
+    """The input, or the view of it, behind the results of writing to it."""
+    while written.op == "call_function" and not schema.is_view(written) and schema.aliased_inputs(written):
+        written = schema.aliased_inputs(written)[0]
+    return written
 
 
 def _takes_found_inf(node: fx.Node) -> bool:
@@ -78,7 +100,6 @@ def _argument(node: fx.Node, name: str) -> list[fx.Node]:
     return [item for item in value if isinstance(item, fx.Node)]
 
 
-def _keep(program: Program, node: fx.Node, origin: str) -> fx.Node:
-    first = update_calls(program)[0]
+def _keep(program: Program, node: fx.Node, first: fx.Node, origin: str) -> fx.Node:
     whose = f"{origin}: kept for a skipped step"
     return program.insert(torch.ops.aten.clone.default, (node,), before=first, phase=Phase.UPDATE, origin=whose)

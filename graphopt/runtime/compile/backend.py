@@ -13,7 +13,13 @@ from graphopt import _torch
 from graphopt.capture.call.garbage_collection import no_collection
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.node import value_of
-from graphopt.ir.ops.communication.collectives import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER_SUM
+from graphopt.ir.ops.communication.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BROADCAST,
+    REDUCE_SCATTER_SUM,
+)
 from graphopt.ir.program import Program
 from graphopt.ir.words.written_units import counted
 from graphopt.rewriting.progress import working
@@ -114,7 +120,7 @@ def _unboxed(graph: fx.Graph) -> fx.Graph:
     copy, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     copy.output(copy.graph_copy(graph, copies))
     for node in graph.nodes:
-        if node.target in (ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER_SUM):
+        if node.target in (ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER_SUM):
             write_nothing(node, copies[node])
     return copy
 

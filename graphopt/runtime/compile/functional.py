@@ -16,7 +16,14 @@ from torch import fx
 from graphopt import _torch
 from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.communication.collectives import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER_SUM, WAIT
+from graphopt.ir.ops.communication.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BROADCAST,
+    REDUCE_SCATTER_SUM,
+    WAIT,
+)
 from graphopt.ir.ops.inplace import FUNCTIONAL, as_functional
 from graphopt.ir.ops.layers.dropout import masked_dropout
 from graphopt.ir.ops.layers.softmax import safe_softmax
@@ -41,6 +48,11 @@ def write_nothing(node: fx.Node, copy: fx.Node) -> None:
     """
     if node.target is ALL_GATHER:
         copy.target = _torch.all_gather_into_tensor
+    elif node.target is ALL_TO_ALL:
+        sent, ranks, group = copy.args
+        assert isinstance(ranks, int)
+        parts = [value_of(node).shape[0] // ranks] * ranks
+        copy.target, copy.args = _torch.all_to_all_op, (sent, parts, parts, group)
     elif node.target is REDUCE_SCATTER_SUM:
         sent, ranks, group = copy.args
         copy.target, copy.args = _torch.reduce_scatter_tensor, (sent, "sum", ranks, group)

@@ -31,12 +31,14 @@ from graphopt.ir.ops.define import define, described, require
 __all__ = [
     "ALL_GATHER",
     "ALL_REDUCE",
+    "ALL_TO_ALL",
     "BROADCAST",
     "GATHER_INTO",
     "REDUCE_SCATTER",
     "REDUCE_SCATTER_SUM",
     "WAIT",
     "all_gather_into_tensor",
+    "all_to_all",
     "gather_into_",
     "gather_shards",
     "reduce_scatter_sum",
@@ -134,6 +136,32 @@ partial sums. Sums begin with the part of rank ``i + 1`` and go around the ring,
 """
 
 
+def _all_to_all(input: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
+    input, group = input.contiguous(), find_group(group_name)
+    if not goes_point_to_point(input, group):
+        found: torch.Tensor = _torch.all_to_all_single(input, group_size, group_name)
+        return found
+    result = torch.empty_like(input)
+    outgoing, incoming = input.chunk(group_size), result.chunk(group_size)
+    incoming[group.rank].copy_(outgoing[group.rank])
+    start_exchange(outgoing, incoming, group, result)
+    return result
+
+
+def _as_many(input: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
+    """Room for what comes; what an example run gives too."""
+    del group_size, group_name
+    return input.new_empty(input.shape)
+
+
+all_to_all = define("all_to_all(Tensor input, int group_size, str group_name) -> Tensor", _all_to_all, _as_many)
+"""``all_to_all(Tensor input, int group_size, str group_name) -> Tensor``: start to exchange parts.
+
+Of ``group_size`` equal parts of the input's dimension 0, rank ``i`` gets part ``i`` of all ranks' inputs, rank after
+rank, once ``wait_tensor`` has returned the result. Until then the input must not be written to.
+"""
+
+
 def _gather_shards(input: torch.Tensor, group_size: int, frees: bool, group_name: str) -> torch.Tensor:
     del frees
     found: torch.Tensor = WAIT(all_gather_into_tensor(input, group_size, group_name))
@@ -161,6 +189,10 @@ ALL_GATHER = all_gather_into_tensor
 
 ALL_REDUCE = _torch.all_reduce_
 """``all_reduce_(Tensor(a!) input, str reduce_op, Any group_name) -> Tensor(a!)``: starts, and writes to ``input``."""
+
+ALL_TO_ALL = all_to_all
+"""``graphopt.all_to_all(Tensor input, int group_size, str group_name) -> Tensor``: starts; rank ``i`` gets part ``i``
+of ``group_size`` equal parts of dimension 0 of all ranks' inputs, rank after rank."""
 
 BROADCAST = _torch.broadcast_
 """``broadcast_(Tensor(a!) input, int src, Any group_name) -> Tensor(a!)``: starts, and writes what rank ``src`` of the

@@ -24,6 +24,7 @@ LINK = "10Gbit"
 _VOLUMES = {
     "all_gather_into_tensor": all_gather,
     "all_gather_into_tensor_out": all_gather,
+    "all_to_all": reduce_scatter,  # as many bytes and rounds: all but a rank's own part of what it puts in
     "gather_into_": all_gather,
     "gather_shards": all_gather,
     "reduce_scatter_tensor": reduce_scatter,

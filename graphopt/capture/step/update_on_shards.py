@@ -1,0 +1,213 @@
+"""A traced update of whole parameters as one of shards, for optimizers that take whole ones somewhere in between.
+
+Muon, for one, makes each matrix of momenta orthogonal, which takes all of it; everything else that it does, and the
+state that it keeps, is by elements. The calls of the traced update are made once more, on flat shards in place of
+parameters, gradients and state. Calls that work element by element work on shards. Where another call reads a shard, it
+and what follows from it get the whole tensor, and where a call by elements reads that beside a shard, its shard:
+``whole_of_shard`` and ``shard_of_whole`` stand there, in whose places a pass puts exchanges between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _torch
+from graphopt.ir.node import InputSpec, value_of
+from graphopt.ir.ops import schema
+from graphopt.ir.ops.updates.whole_parameter import SHARD_OF_WHOLE, WHOLE_OF_SHARD
+from graphopt.ir.ops.values import is_dense
+from graphopt.rewriting.shards import Shards, holds_elements
+
+__all__ = ["NotOnShardsError", "holds_shard", "run_on_shards"]
+
+aten = torch.ops.aten
+
+_BY_ELEMENTS = (
+    aten.clone.default,
+    aten.copy_.default,
+    aten._to_copy.default,
+    aten.detach.default,
+    aten.empty_like.default,
+    aten.fill_.Scalar,
+    aten.full_like.default,
+    aten.masked_fill_.Scalar,
+    aten.ones_like.default,
+    aten.zero_.default,
+    aten.zeros_like.default,
+)
+
+
+class NotOnShardsError(Exception):
+    """An update that cannot be one of shards, in words."""
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """What a value of the whole update is on this rank: the shard of a tensor like one parameter.
+
+    Attributes:
+        parameter: whose shard it is.
+        whole: the whole value, without data.
+    """
+
+    parameter: str
+    whole: torch.Tensor
+
+
+def holds_shard(spec: InputSpec, value: Any, parameters: Mapping[str, torch.Tensor]) -> bool:
+    """Whether an input of an update has the elements of a parameter.
+
+    Args:
+        spec: what the input is.
+        value: an example of it.
+        parameters: by name.
+    """
+    if spec.role == "state":
+        name, _, key = spec.target.rpartition("/")
+        return holds_elements(key, value, parameters[name])
+    return spec.role in ("parameter", "gradient")
+
+
+def run_on_shards(
+    graph: fx.Graph,
+    specs: Sequence[InputSpec],
+    flat: Sequence[Any],
+    trained: Mapping[str, torch.Tensor],
+    shards: Shards,
+) -> list[Any]:
+    """Make the calls of a traced update on shards; what is given may be traced meanwhile.
+
+    Args:
+        graph: the update of whole parameters.
+        specs: what its inputs are.
+        flat: the inputs, in the same order: flat shards of what has the elements of a parameter.
+        trained: the parameters, by name.
+        shards: this rank's part of each.
+
+    Returns:
+        the state that the update creates, in the graph's order: shards of what has the elements of a parameter.
+
+    Raises:
+        NotOnShardsError: saying which call of the update is in the way.
+    """
+    return _Run(shards).run(graph, specs, flat, trained)
+
+
+class _Run:
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+        self._values: dict[fx.Node, Any] = {}
+        self._cut: dict[fx.Node, _Shard] = {}
+        self._of: dict[fx.Node, str] = {}
+        """The parameter whose whole tensor a value was made of."""
+        self._lasting: set[Any] = set()
+        """The memory of what is there before the update and behind it."""
+        self._copies: dict[fx.Node, Any] = {}
+        """Whole copies of that, until it is written."""
+
+    def run(
+        self, graph: fx.Graph, specs: Sequence[InputSpec], flat: Sequence[Any], trained: Mapping[str, torch.Tensor]
+    ) -> list[Any]:
+        placeholders = graph.find_nodes(op="placeholder")
+        for node, spec, given in zip(placeholders, specs, flat, strict=True):
+            self._values[node] = given
+            whole = value_of(node)
+            if isinstance(whole, torch.Tensor):
+                self._lasting.add(_torch.storage_key(whole))
+            if holds_shard(spec, whole, trained):
+                self._cut[node] = _Shard(spec.target.rpartition("/")[0] if spec.role == "state" else spec.target, whole)
+        for node in graph.nodes:
+            if node.op == "call_function":
+                self._call(node)
+            elif node.op == "get_attr":
+                raise NotOnShardsError("it makes tensors of Python numbers")
+        (output,) = graph.find_nodes(op="output")
+        created = schema.nodes_in(output.args[0])
+        for node in created:
+            if node in self._of:
+                raise NotOnShardsError("it keeps whole tensors as its state")
+        return [self._values[node] for node in created]
+
+    def _call(self, node: fx.Node) -> None:
+        given = node.all_input_nodes
+        cut = [source for source in given if source in self._cut]
+        like = self._cut[cut[0]] if cut and self._by_elements(node, cut) else None
+        lasting = {}
+        for source in cut if like is None else ():
+            if _torch.storage_key(self._cut[source].whole) in self._lasting:
+                if source not in self._copies:
+                    self._copies[source] = self._whole(source)
+                lasting[source] = self._copies[source]
+            elif source in self._cut:
+                self._make_whole(source)
+        values = {source: lasting.get(source, self._values[source]) for source in given}
+        if like is not None:
+            values |= {source: self._shard_of(source, like) for source in given if self._is_whole(source)}
+            self._cut[node] = _Shard(like.parameter, value_of(node))
+        owners = {self._of[source] for source in given if source in self._of}
+        owners |= {self._cut[source].parameter for source in lasting}
+        if owners and like is None:
+            if len(owners) > 1:
+                raise NotOnShardsError(f"{schema.op_name(node)} takes several parameters together")
+            self._refuse_lost(node)
+            self._of[node] = owners.pop()
+        args, kwargs = _torch.map_aggregate(
+            (node.args, node.kwargs), lambda item: values[item] if isinstance(item, fx.Node) else item
+        )
+        self._values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        written = {_torch.storage_key(value_of(target)) for target in schema.mutated_inputs(node)}
+        for known in [known for known in self._copies if _torch.storage_key(value_of(known)) in written]:
+            del self._copies[known]
+
+    def _is_whole(self, node: fx.Node) -> bool:
+        """Whether a value is made of a whole tensor, and has elements of its own."""
+        return node in self._of and value_of(node).dim() > 0
+
+    def _by_elements(self, node: fx.Node, cut: Sequence[fx.Node]) -> bool:
+        """Whether a call can be made on shards: by elements, of tensors that have the same elements in one order."""
+        target = node.target
+        known = isinstance(target, _torch.OpOverload) and (torch.Tag.pointwise in target.tags or target in _BY_ELEMENTS)
+        if not known or any(isinstance(argument, (list, tuple)) for argument in node.args):
+            return False
+        first = self._cut[cut[0]]
+        alike = all(self._cut[source].parameter == first.parameter for source in cut)
+        tensors = [value_of(source) for source in node.all_input_nodes if isinstance(value_of(source), torch.Tensor)]
+        sized = [tensor for tensor in [*tensors, value_of(node)] if tensor.dim() > 0]
+        laid = {(tuple(tensor.shape), tensor.stride()) for tensor in sized if is_dense(tensor)}
+        scalars = any(source in self._of and value_of(source).dim() == 0 for source in node.all_input_nodes)
+        written = any(source in self._of for source in schema.mutated_inputs(node))
+        # a whole tensor's stride may differ: its shard is taken in the order of the first one
+        whole = {(tuple(value_of(s).shape), value_of(s).stride()) for s in node.all_input_nodes if self._is_whole(s)}
+        shape = tuple(first.whole.shape)
+        others = laid - whole - {(shape, first.whole.stride())}
+        return alike and not scalars and not written and not others and all(size == shape for size, _ in whole)
+
+    def _whole(self, node: fx.Node) -> Any:
+        whole = self._cut[node].whole
+        return WHOLE_OF_SHARD(self._values[node], list(whole.shape), list(whole.stride()))
+
+    def _make_whole(self, node: fx.Node) -> None:
+        """Have the whole tensor of a shard from now on, and of all that is in the same memory."""
+        whole, place = self._whole(node), _torch.storage_key(self._cut[node].whole)
+        for other in [known for known, shard in self._cut.items() if _torch.storage_key(shard.whole) == place]:
+            self._values[other] = whole
+            self._of[other] = self._cut.pop(other).parameter
+
+    def _shard_of(self, node: fx.Node, like: _Shard) -> Any:
+        if self._of[node] != like.parameter:
+            raise NotOnShardsError(f"it reads what was made of {self._of[node]!r} to update {like.parameter!r}")
+        return SHARD_OF_WHOLE(self._values[node], *self._shards[like.parameter], list(like.whole.stride()))
+
+    def _refuse_lost(self, node: fx.Node) -> None:
+        """Refuse a write to a whole copy of something that lasts, and is kept as a shard."""
+        for target in schema.mutated_inputs(node):
+            if _torch.storage_key(value_of(target)) in self._lasting:
+                raise NotOnShardsError(
+                    f"{schema.op_name(node)} writes to a parameter, a gradient or state as a whole, of which each rank "
+                    "keeps a shard"
+                )

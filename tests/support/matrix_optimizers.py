@@ -1,0 +1,184 @@
+"""Optimizers that take whole matrices, with shards of all of them on each rank: what their tests run on ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import graphopt
+from graphopt.passes import ClipGradients, DataParallel, FitMemory, MixedPrecision, OffloadState
+from graphopt.passes.shard_optimizer import ShardOptimizer
+from graphopt.passes.shard_parameters import ShardParameters
+from graphopt.rewriting.pass_ import Pass
+
+
+class Matrices(nn.Module):
+    """Tall, square and wide ones; three of one shape, so that ranks get different numbers of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(12, 25, bias=False), nn.Linear(25, 5, bias=False)
+        self.blocks = nn.ModuleList(nn.Linear(25, 25, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).tanh()
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return self.last(x) * factor
+
+
+class Mixed(Matrices):
+    """With biases and gains, which no optimizer of matrices takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(super().forward(x, factor)))
+
+
+class Orthogonal(torch.optim.Optimizer):
+    """The momenta of matrices made orthogonal by Newton and Schulz's iteration, and RMSprop for everything else."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        parameters = list(parameters)
+        matrices = [parameter for parameter in parameters if parameter.ndim == 2]
+        others = [parameter for parameter in parameters if parameter.ndim != 2]
+        super().__init__([{"params": matrices, "whole": True}, {"params": others, "whole": False}], {"lr": 0.02})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["average"] = torch.zeros_like(parameter)
+                if group["whole"]:
+                    state["average"].lerp_(parameter.grad, 0.05)
+                    update = parameter.grad.lerp(state["average"], 0.95)
+                    matrix = update / (update.norm() + 1e-7)
+                    for _ in range(3):
+                        matrix = 1.5 * matrix - 0.5 * (matrix @ matrix.T) @ matrix
+                    parameter.mul_(0.999).add_(matrix, alpha=-group["lr"])
+                else:
+                    state["average"].mul_(0.9).addcmul_(parameter.grad, parameter.grad, value=0.1)
+                    parameter.addcdiv_(parameter.grad, state["average"].sqrt() + 1e-8, value=-group["lr"])
+
+
+class Scaled(torch.optim.Optimizer):
+    """Gradients of length one: what is read whole is the gradient itself."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad / parameter.grad.norm(), alpha=group["lr"])
+
+
+def muon(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Muon(parameters, lr=0.05)
+
+
+class Run:
+    """A model and its step on this rank's batches."""
+
+    def __init__(
+        self, make: Callable[..., torch.optim.Optimizer], *passes: Pass, bad: Sequence[int] = (), every: int = 1
+    ) -> None:
+        self.model = Matrices() if make in (muon, Scaled) else Mixed()
+        self.optimizer = make(self.model.parameters())
+        self.step = graphopt.optimize_step(
+            self.model,
+            self.optimizer,
+            [DataParallel(bucket_mb=0.01), *passes],
+            loss=lambda model, x, factor: model(x, factor).square().mean(),
+            verify=False,
+        )
+        self.step.accumulate(every)
+        self.bad, self.done = bad, 0
+
+    def __call__(self, steps: int) -> Run:
+        for number in range(self.done, self.done + steps):
+            self.step(*self.batch(number))
+        self.done += steps
+        return self
+
+    def batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
+        factor = float("inf") if number in self.bad and dist.get_rank() else 1.0
+        return torch.randn(8, 12, generator=generator), torch.tensor(factor)
+
+    def parameters(self) -> list[torch.Tensor]:
+        sharded = any(current.name == "shard-parameters" for current in self.step.pipeline.passes)
+        with self.step.whole_parameters() if sharded else contextlib.nullcontext():
+            return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+    @property
+    def elements(self) -> int:
+        """Of the optimizer's state on this rank."""
+        return sum(value.numel() for kept in self.optimizer.state.values() for value in kept.values())
+
+
+SHARDED: tuple[Pass, ...] = (ShardOptimizer(), ShardParameters(min_bytes=0))
+
+CASES: dict[str, tuple[Callable[..., torch.optim.Optimizer], tuple[Pass, ...], dict[str, Any]]] = {
+    "Muon": (muon, (), {}),
+    "Muon, accumulated": (muon, (), {"every": 2}),
+    "Muon, clipped": (muon, (ClipGradients(0.05),), {}),
+    "Muon, a step skipped": (muon, (MixedPrecision(dtype="float16"),), {"bad": (0, 3)}),
+    "Muon, state moved": (muon, (OffloadState(min_bytes=1),), {}),
+    "two kinds of updates": (Orthogonal, (), {}),
+    "two kinds, low precision": (Orthogonal, (MixedPrecision(level="O2"),), {}),
+    "two kinds, within a budget": (Orthogonal, (FitMemory("100%"),), {}),
+    "gradients by their norms": (Scaled, (), {}),
+}
+
+
+def beside_whole() -> dict[str, list[float]]:
+    """By the case: how far parameters are from those of DataParallel alone, for each way to shard."""
+    found = {}
+    for name, (make, passes, options) in CASES.items():
+        expected = Run(make, *passes, **options)(6).parameters()
+        runs = [Run(make, sharded, *passes, **options)(6).parameters() for sharded in SHARDED]
+        found[name] = [
+            max(float((one - other).abs().max()) for one, other in zip(run, expected, strict=True)) for run in runs
+        ]
+    return found
+
+
+def resumed() -> list[bool]:
+    """Whether a run that is saved and loaded goes on as the one that was not, for each way to shard."""
+    found = []
+    for sharded in SHARDED:
+        first = Run(muon, sharded)(3)
+        second = Run(muon, sharded)
+        names = [name for name, _ in first.model.named_parameters()]
+        second.model.load_state_dict(dict(zip(names, first.parameters(), strict=True)))
+        second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+        second.step.load_state_dict(first.step.state_dict())
+        second.done = 3
+        one, other = first(3).parameters(), second(3).parameters()
+        found.append(all(map(torch.equal, one, other)))
+    return found
+
+
+def counted() -> list[int]:
+    """Elements of state on this rank, products of matrices in the update, and the peak as predicted and as measured."""
+    run = Run(muon, ShardOptimizer())(2)
+    program = run.step.program
+    products = [node for node in program.phase_nodes(graphopt.Phase.UPDATE) if "mm" in str(node.target)]
+    given = run.batch(2)
+    peaks = [graphopt.measure_peak(lambda: run.step(*given)).allocated_peak_bytes for _ in range(4)]
+    measured = min(peaks)  # threads of an exchange may let go of what they sent a moment after it has arrived
+    return [run.elements, len(products), program.memory().allocated_peak_bytes, measured]
