@@ -16,6 +16,7 @@ from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.words.written_units import counted, format_bytes, format_seconds, parse_bytes
 from graphopt.rewriting.distributed.dense.remove_all_reduce import agree_on_skipping, reductions
+from graphopt.rewriting.distributed.sharding.low_precision_gathers import scale_shards
 from graphopt.rewriting.distributed.sharding.sharded_parameters import (
     cast_where_read,
     keep_shards,
@@ -61,7 +62,8 @@ class ShardParameters(TrainingPass):
     the first rank's host, and ``graphopt.checkpoint`` saves each rank's shards; all ranks have to call these. A model
     that no rank can hold is made under ``graphopt.without_data()``, and gets its values from
     ``graphopt.materialize_shards``. What is cast to a smaller dtype wherever it is read (``MixedPrecision``) is cast
-    first and then gathered, in fewer bytes. Results are those of ``ShardOptimizer``, to the last bit.
+    first and then gathered, in fewer bytes; so is what ``Float8`` casts by one scale for a matrix, whose shards' scales
+    ranks compare in one exchange of a number for each. Results are those of ``ShardOptimizer``, to the last bit.
 
     Rajbhandari, Rasley, Ruwase and He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020
     (arXiv 1910.02054).
@@ -154,6 +156,7 @@ class ShardParameters(TrainingPass):
         shards = keep_shards(program, parameters, group)
         if program.stage == "step":
             update_shards(program, parameters, shards)
+        scaled = scale_shards(program, parameters, shards, group, self.name)
         inputs = {node: name for name, node in parameters.items() if node.users}
         link = replace(gather_link(program, group), room=self._room())
         if self.keep != "auto":
@@ -162,7 +165,8 @@ class ShardParameters(TrainingPass):
             program.context = replace(program.context, offloaded=replace(offloaded, keep=keep))
         swapped = swap_state(program, inputs, link, self.cost, origin=self.name)
         changed = self._report(program, parameters, swapped, buckets, group)
-        return replace(changed, counts={**changed.counts, **divided.counts}, lines=(*changed.lines, *divided.lines))
+        counts = changed.counts | divided.counts | ({"gathered in 8 bits": scaled} if scaled else {})
+        return replace(changed, counts=counts, lines=(*changed.lines, *divided.lines))
 
     def _shard_update(
         self, program: Program, parameters: Mapping[str, fx.Node], group: Group

@@ -390,14 +390,19 @@ def trained(*passes):
     for number in range(3):
         step(batch(2 * number + rank))
     with step.whole_parameters():
-        return [parameter.detach().clone() for parameter in model.parameters()]
+        return step, [parameter.detach().clone() for parameter in model.parameters()]
 
-said.append(same(trained(), trained(ShardParameters(min_bytes=1))))
+(_, expected), (step, found) = trained(), trained(ShardParameters(min_bytes=300))
+said.append(same(found, expected))
+sent = {node.meta["val"].dtype for node in step.program.nodes if "gather" in node.name and "all_gather" in str(node.target)}
+given = batch(rank)
+peaks = [graphopt.measure_peak(lambda: step(given)).allocated_peak_bytes for _ in range(4)]
+said.append(torch.float8_e4m3fn in sent and min(peaks) == step.program.memory().allocated_peak_bytes)
 say(said)
 """
 
 
 @pytest.mark.sweep
 def test_weights_may_be_gathered_from_shards(tmp_path: Path) -> None:
-    """After ``fully_shard``, in both ways, and by ``ShardParameters``."""
-    assert run_ranks(SHARDED, 2, tmp_path / "store") == [[[True] * 5]] * 2
+    """After ``fully_shard``, in both ways, and by ``ShardParameters``, which gathers them in 8 bits."""
+    assert run_ranks(SHARDED, 2, tmp_path / "store") == [[[True] * 6]] * 2

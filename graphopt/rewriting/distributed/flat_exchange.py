@@ -18,7 +18,7 @@ __all__ = ["How", "behind", "flat", "memory_strides", "read_parts", "start_excha
 
 aten = torch.ops.aten
 
-How = Literal["mean", "max", "broadcast"]
+How = Literal["mean", "max", "min", "broadcast"]
 """What becomes of values that ranks exchange."""
 
 
@@ -32,8 +32,8 @@ def start_exchange(
         nodes: values of one dtype and device, in the order in which they lie in the flat tensor.
         before: in front of which call.
         group: at least two ranks.
-        how: ``mean`` over the ranks (each divides its own, then they are summed), ``max``, or ``broadcast`` what rank 0
-            has.
+        how: ``mean`` over the ranks (each divides its own, then they are summed), ``max``, ``min``, or ``broadcast``
+            what rank 0 has.
         origin: whose nodes they are.
 
     Returns:
@@ -47,7 +47,7 @@ def start_exchange(
         return given
     if how == "mean":
         joined = program.insert(aten.mul_.Scalar, (joined, 1.0 / group.size), before=before, **common)
-    operation = "sum" if how == "mean" else "max"
+    operation = "sum" if how == "mean" else how
     started: fx.Node = program.insert(
         ALL_REDUCE, (joined, operation, group.name), before=before, hint="all_reduce", **common
     )

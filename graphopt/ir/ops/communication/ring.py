@@ -147,4 +147,6 @@ def start_exchange(
 def in_pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """A contiguous tensor in pieces, one after the other; none of one without elements."""
     flat = tensor.view(-1)
+    if flat.is_floating_point() and flat.element_size() == 1:  # gloo knows no dtype of 8 bits but integers
+        flat = flat.view(torch.uint8)
     return torch.split(flat, max(1, PIECE // flat.element_size())) if flat.numel() else ()

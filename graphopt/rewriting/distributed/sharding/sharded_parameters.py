@@ -120,7 +120,7 @@ def update_shards(program: Program, parameters: Mapping[str, fx.Node], shards: M
             if info(reader).phase is Phase.UPDATE and not schema.is_view(reader):
                 raise GraphoptError(
                     f"{reader.name} ({info(reader).origin}) reads the whole parameter {name!r} in the update, of which "
-                    "each rank keeps a shard: leave that pass or shard-parameters out, or use a fused optimizer"
+                    "each rank keeps a shard: leave that pass or shard-parameters out"
                 )
 
 

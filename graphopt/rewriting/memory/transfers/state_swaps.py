@@ -367,9 +367,9 @@ class _Copies:
         name, shard = sharded_inputs(self.program)[node]
         group = find_group(self.program.pass_state[f"{SHARDS}{name}"].group)
         value, insert = value_of(node), self.program.insert
-        shard = cast_like(self.program, shard, value, begin, phase=common["phase"], origin=common["origin"], like=node)
-        given = (shard, group.size, group.name)
-        begun = insert(ALL_GATHER, given, before=begin, hint=f"{node.name}_gather", **common)
+        given: dict[str, Any] = {"phase": common["phase"], "origin": common["origin"], "like": node}
+        shard = cast_like(self.program, shard, value, begin, name, **given)
+        begun = insert(ALL_GATHER, (shard, group.size, group.name), before=begin, hint=f"{node.name}_gather", **common)
         done = insert(WAIT, (begun,), before=first, hint=f"{node.name}_gathered", **common)
         layout = (done, list(value.shape), list(value.stride()), 0)
         return insert(torch.ops.aten.as_strided.default, layout, before=first, hint=f"{node.name}_whole", **common)

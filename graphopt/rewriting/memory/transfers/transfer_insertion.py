@@ -221,7 +221,7 @@ def lift_gathers(program: Program) -> Swaps | None:
             found[nodes[name].name], origin = name, who
             reader = next(iter(whole.users))
             phase = info(reader).phase if reader.op != "output" else Phase.BACKWARD
-            read = cast_like(program, nodes[name], value_of(whole), whole, phase=phase, origin=name)
+            read = cast_like(program, nodes[name], value_of(whole), whole, name, phase=phase, origin=name)
             whole.replace_all_uses_with(read)
             for node in (whole, done, begun, *([shard] if shard.op == "call_function" else [])):
                 program.graph.erase_node(node)
