@@ -165,7 +165,7 @@ class ShardParameters(TrainingPass):
             program.context = replace(program.context, offloaded=replace(offloaded, keep=keep))
         swapped = swap_state(program, inputs, link, self.cost, origin=self.name)
         changed = self._report(program, parameters, swapped, buckets, group)
-        counts = changed.counts | divided.counts | ({"gathered in 8 bits": scaled} if scaled else {})
+        counts = {**changed.counts, **divided.counts, **({"gathered in 8 bits": scaled} if scaled else {})}
         return replace(changed, counts=counts, lines=(*changed.lines, *divided.lines))
 
     def _shard_update(

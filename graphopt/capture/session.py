@@ -53,14 +53,16 @@ from graphopt.capture.step.traced_update import trace_optimizer
 from graphopt.errors import CaptureError, GraphBreakError, quoted
 from graphopt.ir.graphs.autocast import mark_around, plain_precision, under_autocast
 from graphopt.ir.host import shortage_named
+from graphopt.ir.ops.communication.groups import find_group
 from graphopt.ir.program import Program
+from graphopt.rewriting.distributed.sharding.whole_updates import divide_whole_updates
 from graphopt.rewriting.memory.recompute.gathered_parameters import (
     free_whole_parameters,
     gather_by_own_op,
     reduce_in_place,
 )
 from graphopt.rewriting.precision.written_casts import write_casts
-from graphopt.rewriting.shards import Shards
+from graphopt.rewriting.shards import Shards, whole_parameter
 
 __all__ = ["CaptureSession", "Loss", "call_loss", "loss_call"]
 
@@ -419,10 +421,18 @@ class CaptureSession:
         """
         assert self.optimizer is not None
         with shortage_named(self.title), plain_precision():
-            trace = trace_optimizer(
-                self.optimizer, self.trained(program), first=first, mode=program.fake_mode, shards=shards
-            )
-            return append_update(program, trace)
+            trained = self.trained(program)
+            trace = trace_optimizer(self.optimizer, trained, first=first, mode=program.fake_mode, shards=shards)
+            step = append_update(program, trace)
+            groups = sorted({whole.group for shard in trained.values() if (whole := whole_parameter(shard))})
+            if len(groups) > 1:
+                raise CaptureError(
+                    f"{type(self.optimizer).__name__} takes whole parameters, of which ranks have shards over several "
+                    f"groups ({', '.join(groups)}): keep your loop with graphopt.optimize"
+                )
+            for group in groups:
+                divide_whole_updates(step, find_group(group), "fully_shard", by_rows=True)
+            return step
 
 
 def _without_values(tensor: torch.Tensor) -> torch.Tensor:

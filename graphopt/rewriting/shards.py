@@ -6,7 +6,10 @@ them, ``ceil(elements / N)``, one rank after the other; the last ones may get fe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,13 +17,51 @@ import torch
 from graphopt.errors import GraphoptError
 from graphopt.ir.ops.values import is_dense
 
-__all__ = ["NUMBERS", "Shards", "check_dense", "holds_elements", "piece_of", "shard_of", "shard_state"]
+__all__ = [
+    "NUMBERS", "Shards", "WholeParameter", "check_dense", "holds_elements", "piece_of", "shard_of", "shard_state",
+    "whole_parameter", "whole_parameters",
+]  # fmt: skip
 
 Shards = Mapping[str, tuple[int, int]]
 """The first element and the number of elements of this rank's shard of each parameter, by the parameter's name."""
 
 NUMBERS = ("step", "mu_product", "eta", "mu")
 """What torch's optimizers keep for a parameter as a whole."""
+
+
+@dataclass(frozen=True)
+class WholeParameter:
+    """What a parameter is a shard of: ranks have its rows (along its first dimension), one after the other.
+
+    Attributes:
+        size: of the whole.
+        strides: of the whole.
+        group: name of the ranks that have the shards.
+        first: the number of this rank's first element.
+    """
+
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+    group: str
+    first: int
+
+
+_wholes: ContextVar[Mapping[int, WholeParameter] | None] = ContextVar("wholes", default=None)
+
+
+@contextlib.contextmanager
+def whole_parameters(known: Mapping[int, WholeParameter]) -> Iterator[None]:
+    """Meanwhile, an update of these shards (by ``id``) is traced for what takes whole parameters in between."""
+    token = _wholes.set(known)
+    try:
+        yield
+    finally:
+        _wholes.reset(token)
+
+
+def whole_parameter(shard: torch.Tensor) -> WholeParameter | None:
+    """What a parameter is a shard of; None for others."""
+    return (_wholes.get() or {}).get(id(shard))
 
 
 def piece_of(elements: int, ranks: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import graphopt
 from graphopt.passes import ClipGradients, DataParallel, FitMemory, MixedPrecision, OffloadState
@@ -86,6 +87,10 @@ class Scaled(torch.optim.Optimizer):
                 parameter.sub_(parameter.grad / parameter.grad.norm(), alpha=group["lr"])
 
 
+def square(model: nn.Module, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    return model(x, factor).square().mean()
+
+
 def muon(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Muon(parameters, lr=0.05)
 
@@ -102,7 +107,7 @@ class Run:
             self.model,
             self.optimizer,
             [DataParallel(bucket_mb=0.01), *passes],
-            loss=lambda model, x, factor: model(x, factor).square().mean(),
+            loss=square,
             verify=False,
         )
         self.step.accumulate(every)
@@ -182,3 +187,35 @@ def counted() -> list[int]:
     peaks = [graphopt.measure_peak(lambda: run.step(*given)).allocated_peak_bytes for _ in range(4)]
     measured = min(peaks)  # threads of an exchange may let go of what they sent a moment after it has arrived
     return [run.elements, len(products), program.memory().allocated_peak_bytes, measured]
+
+
+def after_fully_shard() -> list[bool]:
+    """For each optimizer of matrices: whether a whole step after ``fully_shard`` trains as one process would."""
+    found = []
+    for make in (muon, Orthogonal):
+        model, sharded = (Matrices() if make is muon else Mixed() for _ in range(2))
+        for block in sharded.blocks:
+            fully_shard(block)
+        fully_shard(sharded)
+        optimizer, own = make(model.parameters()), make(sharded.parameters())
+        step = graphopt.optimize_step(sharded, own, loss=square)
+        for number in range(4):
+            generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
+            given = torch.randn(8, 12, generator=generator), torch.tensor(1.0)
+            square(model, *given).backward()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                dist.all_reduce(parameter.grad)
+                parameter.grad.div_(dist.get_world_size())
+            optimizer.step()
+            optimizer.zero_grad()
+            step(*given)
+        whole = [parameter.full_tensor() for parameter in sharded.parameters()]
+        state = [value for kept in own.state.values() for value in kept.values()]
+        peaks = [graphopt.measure_peak(lambda: step(*given)).allocated_peak_bytes for _ in range(12)]  # noqa: B023
+        found += [
+            all(map(torch.equal, whole, model.parameters())),
+            all(value.placements == parameter.placements for value, parameter in zip(state, own.state, strict=True)),
+            min(peaks) == step.program.memory().allocated_peak_bytes,
+        ]
+    return found

@@ -12,6 +12,7 @@ Source: Zhang et al., "SimpleFSDP: Simpler Fully Sharded Data Parallel with torc
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,7 +24,10 @@ from torch import nn
 from graphopt import _torch
 from graphopt.capture.call.local_parameters import LocalParameters
 from graphopt.capture.call.tensor_parallel_form import DistributedInputs, trace_as_one
+from graphopt.errors import CaptureError
 from graphopt.ir.ops.communication.collectives import REDUCE_SCATTER, WAIT, gather_shards
+from graphopt.ir.ops.communication.groups import find_group
+from graphopt.rewriting.shards import WholeParameter, piece_of
 
 __all__ = ["FullySharded", "is_as_shards", "is_fully_sharded", "shard_hooks"]
 
@@ -262,6 +266,25 @@ class FullySharded:
     def users(self) -> dict[str, torch.Tensor]:
         """The user's sharded parameters by name."""
         return {parameter.path: parameter.tensor for group in self.groups for parameter in group.parameters}
+
+    @property
+    def wholes(self) -> dict[int, WholeParameter]:
+        """By ``id``, what the shards that stand in the model now are shards of.
+
+        Raises:
+            CaptureError: for shards that are no rows of their parameters.
+        """
+        found = {}
+        for group in self.groups:
+            rank = find_group(group.group).rank
+            for parameter in group.parameters:
+                rows, *columns = parameter.size
+                if parameter.length != piece_of(rows, group.ranks) * math.prod(columns):
+                    raise CaptureError(f"shards of {parameter.path!r} are no rows of it, as the optimizer needs them")
+                first = min(rank * parameter.length, math.prod(parameter.size))
+                whole = WholeParameter(parameter.size, parameter.strides, group.group, first)
+                found[id(self._shards.part(parameter))] = whole
+        return found
 
     @contextmanager
     def as_shards(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:

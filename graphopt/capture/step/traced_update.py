@@ -21,7 +21,7 @@ from graphopt.errors import CaptureError, GraphoptError, quoted
 from graphopt.ir.host import refuse_shortage
 from graphopt.ir.node import InputSpec, value_of
 from graphopt.ir.words.written_units import counted
-from graphopt.rewriting.shards import Shards, check_dense, holds_elements
+from graphopt.rewriting.shards import Shards, WholeParameter, check_dense, holds_elements, whole_parameter
 
 __all__ = ["NOTED", "UpdateTrace", "settings", "settings_key", "trace_optimizer"]
 
@@ -149,36 +149,33 @@ def trace_optimizer(
     for name in order if shards is not None else ():
         check_dense(name, trained[name])
     tracer = _Tracer(optimizer, order, trained, names, mode, shards)
-    reason, advice = _not_traced.get(optimizer) or _takes_closure(optimizer) or step_hooks(optimizer), ""
+    rows = {name: known for name in order if (known := whole_parameter(trained[name])) is not None}
+    if rows:
+        return _on_rows(optimizer, tracer, _Tracer(optimizer, order, trained, names, mode, wholes=rows), rows, first)
+    reason = _not_traced.get(optimizer) or _takes_closure(optimizer) or step_hooks(optimizer)
+    if shards is not None:
+        whole = _Tracer(optimizer, order, trained, names, mode, kept=shards)
+        return _for_shards(optimizer, tracer, whole, shards, first, reason)
     if not reason:
         try:
             found = tracer.run(first)
-            if shards is not None:
-                refuse_coupling(optimizer, found.graph)
         except Exception as error:
             refuse_shortage(error, f"the update of {type(optimizer).__name__}")
             reason = _reason(error)
-            advice = _traceable(optimizer)
-            whole = _Tracer(optimizer, order, trained, names, mode, None, kept=shards) if shards is not None else None
-            found_whole = whole and _traced(whole, first)
-            if found_whole:
-                return _on_shards(optimizer, tracer, found_whole)
-            if isinstance(error, GraphoptError):
-                raise
         else:
             tracer.tell_choice()
             return found
-    if shards is not None:
-        raise _not_sharded(optimizer, f"since its update runs in eager mode: {reason}", advice)
     _not_traced[optimizer] = reason
     return tracer.opaque(first, reason)
 
 
-def _not_sharded(optimizer: torch.optim.Optimizer, why: str, advice: str = "") -> GraphoptError:
+_BY_ELEMENTS = "use an optimizer that works element by element (SGD, Adam, AdamW, Adagrad, RMSprop)"
+_LEFT_OUT = "leave shard-optimizer out"
+
+
+def _not_sharded(optimizer: torch.optim.Optimizer, why: str, advice: str) -> GraphoptError:
     """The error for an optimizer whose update cannot be that of shards of parameters."""
-    return GraphoptError(
-        f"{type(optimizer).__name__} cannot be sharded, {why}\n  what to do: {advice}leave shard-optimizer out"
-    )
+    return GraphoptError(f"{type(optimizer).__name__} cannot be sharded, {why}\n  what to do: {advice}")
 
 
 def _traced(tracer: _Tracer, first: bool) -> UpdateTrace | None:
@@ -189,14 +186,67 @@ def _traced(tracer: _Tracer, first: bool) -> UpdateTrace | None:
         return None
 
 
-def _on_shards(optimizer: torch.optim.Optimizer, tracer: _Tracer, whole: UpdateTrace) -> UpdateTrace:
+def _for_shards(
+    optimizer: torch.optim.Optimizer, tracer: _Tracer, whole: _Tracer, shards: Shards, first: bool, reason: str
+) -> UpdateTrace:
+    """The update of shards: as it is for them, or else of whole parameters, made one of shards.
+
+    Args:
+        optimizer: whose update it is.
+        tracer: of shards.
+        whole: of whole parameters.
+        shards: this rank's part of each parameter.
+        first: trace the call that creates the state.
+        reason: why it runs in eager mode; empty where it does not.
+
+    Raises:
+        GraphoptError: where it cannot be sharded.
+    """
+    if reason:
+        raise _not_sharded(optimizer, f"since its update runs in eager mode: {reason}", _LEFT_OUT)
+    try:
+        found = tracer.run(first)
+        refuse_coupling(optimizer, found.graph)
+    except Exception as error:
+        refuse_shortage(error, f"the update of {type(optimizer).__name__}")
+        update = _traced(whole, first)
+        if update is not None:
+            return _on_shards(optimizer, tracer, whole, update, shards, f"{_BY_ELEMENTS}, or {_LEFT_OUT}")
+        if isinstance(error, GraphoptError):
+            raise
+        why = f"since its update runs in eager mode: {_reason(error)}"
+        raise _not_sharded(optimizer, why, f"{_traceable(optimizer)}{_LEFT_OUT}") from None
+    tracer.tell_choice()
+    return found
+
+
+def _on_shards(
+    optimizer: torch.optim.Optimizer, tracer: _Tracer, whole: _Tracer, update: UpdateTrace, shards: Shards, advice: str
+) -> UpdateTrace:
     """The update of whole parameters as one of shards, of which some is exchanged in between."""
     try:
-        return tracer.run_again(whole)
+        return tracer.run_again(update, whole.parameters, shards)
     except NotOnShardsError as error:
         why = f"since its update takes whole parameters, of each of which ranks have shards: {error}"
-        advice = "use an optimizer that works element by element (SGD, Adam, AdamW, Adagrad, RMSprop), or "
         raise _not_sharded(optimizer, why, advice) from None
+
+
+def _on_rows(
+    optimizer: torch.optim.Optimizer,
+    tracer: _Tracer,
+    whole: _Tracer,
+    rows: Mapping[str, WholeParameter],
+    first: bool,
+) -> UpdateTrace:
+    """The update of parameters that are shards already, each of a number of rows (``fully_shard``)."""
+    advice = f"keep your loop with graphopt.optimize, or {_BY_ELEMENTS}"
+    try:
+        update = whole.run(first)
+    except Exception as error:
+        refuse_shortage(error, f"the update of {type(optimizer).__name__}")
+        raise _not_sharded(optimizer, f"since its update runs in eager mode: {_reason(error)}", advice) from None
+    shards = {name: (known.first, tracer.parameters[name].numel()) for name, known in rows.items()}
+    return _on_shards(optimizer, tracer, whole, update, shards, advice)
 
 
 def _traceable(optimizer: torch.optim.Optimizer) -> str:
@@ -237,7 +287,8 @@ def _reason(error: Exception) -> str:
 class _Tracer:
     """Builds a stand-in optimizer over fake tensors and traces its step.
 
-    With ``kept`` the optimizer keeps shards, perhaps, where whole parameters are updated.
+    With ``kept`` the optimizer keeps shards, perhaps, where whole parameters are updated; with ``wholes`` these are the
+    whole ones of what the optimizer holds.
     """
 
     def __init__(
@@ -247,11 +298,13 @@ class _Tracer:
         trained: Mapping[str, torch.Tensor],
         names: dict[int, str],
         mode: Any,
-        shards: Shards | None,
+        shards: Shards | None = None,
+        *,
         kept: Shards | None = None,
+        wholes: Mapping[str, WholeParameter] | None = None,
     ) -> None:
         self._optimizer = optimizer
-        self._kept = kept or {}
+        self._kept, self._wholes = kept or {}, wholes or {}
         self._trained = trained
         self._order = order
         self._names = names
@@ -264,9 +317,17 @@ class _Tracer:
 
     def _example(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """A fake tensor like a parameter, its gradient or its state, or like this rank's shard of it."""
+        if name in self._wholes:
+            known = self._wholes[name]
+            return torch.empty_strided(known.size, known.strides, dtype=value.dtype, device=value.device)
         if self._shards is None:
             return _fake_like(value)  # type: ignore[no-any-return]
         return torch.empty(self._shards[name][1], dtype=value.dtype, device=value.device)
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """What stands for the parameters, by name."""
+        return self._fake
 
     def _rate(self, index: int, group: Mapping[str, Any]) -> Any:
         """What stands for a learning rate: a float64 tensor for fused kernels, otherwise a float that stays an input.
@@ -317,28 +378,32 @@ class _Tracer:
         constants = {str(n.target): getattr(module, str(n.target)) for n in module.graph.find_nodes(op="get_attr")}
         return UpdateTrace(module.graph, specs, list(made), constants, self._shards)
 
-    def run_again(self, whole: UpdateTrace) -> UpdateTrace:
+    def run_again(self, whole: UpdateTrace, wholes: Mapping[str, torch.Tensor], shards: Shards) -> UpdateTrace:
         """The update of whole parameters, on shards of them.
+
+        Args:
+            whole: the update.
+            wholes: the whole parameters, by name; without data.
+            shards: this rank's part of each.
 
         Raises:
             NotOnShardsError: where it cannot be.
         """
-        assert self._shards is not None
-        shards, places = self._shards, whole.graph.find_nodes(op="placeholder")
+        places = whole.graph.find_nodes(op="placeholder")
         with self._mode:
             inputs = [
-                torch.empty(shards[_parameter_of(spec)][1], dtype=value.dtype, device=value.device)
-                if holds_shard(spec, value, self._trained)
+                torch.empty_like(self._fake[_parameter_of(spec)], dtype=value.dtype)
+                if holds_shard(spec, value, wholes)
                 else _fake_like(value)
                 for spec, value in zip(whole.inputs, map(value_of, places), strict=True)
                 if spec.role != "hyperparameter"
             ]
 
         def step(flat: list[Any]) -> list[Any]:
-            return run_on_shards(whole.graph, whole.inputs, flat, self._trained, shards)
+            return run_on_shards(whole.graph, whole.inputs, flat, wholes, shards)
 
         module = _torch.trace_update(step, [*inputs, *self._rates])
-        return UpdateTrace(module.graph, whole.inputs, whole.created, {}, shards)
+        return UpdateTrace(module.graph, whole.inputs, whole.created, {}, self._shards)
 
     def _refuse_counting(self, before: Mapping[str, dict[str, Any]], after: Mapping[str, dict[str, Any]]) -> None:
         """Numbers that the optimizer keeps in Python and changes at every step cannot be part of a static program."""

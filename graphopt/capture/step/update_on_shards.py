@@ -77,7 +77,7 @@ def run_on_shards(
     graph: fx.Graph,
     specs: Sequence[InputSpec],
     flat: Sequence[Any],
-    trained: Mapping[str, torch.Tensor],
+    wholes: Mapping[str, torch.Tensor],
     shards: Shards,
 ) -> list[Any]:
     """Make the calls of a traced update on shards; what is given may be traced meanwhile.
@@ -85,8 +85,8 @@ def run_on_shards(
     Args:
         graph: the update of whole parameters.
         specs: what its inputs are.
-        flat: the inputs, in the same order: flat shards of what has the elements of a parameter.
-        trained: the parameters, by name.
+        flat: the inputs, in the same order: shards of what has the elements of a parameter, flat or as rows.
+        wholes: the whole parameters, by name; without data.
         shards: this rank's part of each.
 
     Returns:
@@ -95,12 +95,14 @@ def run_on_shards(
     Raises:
         NotOnShardsError: saying which call of the update is in the way.
     """
-    return _Run(shards).run(graph, specs, flat, trained)
+    return _Run(shards).run(graph, specs, flat, wholes)
 
 
 class _Run:
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
+        self._sizes: dict[str, list[int]] = {}
+        """Of this rank's shard of each parameter."""
         self._values: dict[fx.Node, Any] = {}
         self._cut: dict[fx.Node, _Shard] = {}
         self._of: dict[fx.Node, str] = {}
@@ -111,7 +113,7 @@ class _Run:
         """Whole copies of that, until it is written."""
 
     def run(
-        self, graph: fx.Graph, specs: Sequence[InputSpec], flat: Sequence[Any], trained: Mapping[str, torch.Tensor]
+        self, graph: fx.Graph, specs: Sequence[InputSpec], flat: Sequence[Any], wholes: Mapping[str, torch.Tensor]
     ) -> list[Any]:
         placeholders = graph.find_nodes(op="placeholder")
         for node, spec, given in zip(placeholders, specs, flat, strict=True):
@@ -119,8 +121,9 @@ class _Run:
             whole = value_of(node)
             if isinstance(whole, torch.Tensor):
                 self._lasting.add(_torch.storage_key(whole))
-            if holds_shard(spec, whole, trained):
+            if holds_shard(spec, whole, wholes):
                 self._cut[node] = _Shard(spec.target.rpartition("/")[0] if spec.role == "state" else spec.target, whole)
+                self._sizes[self._cut[node].parameter] = list(given.shape)
         for node in graph.nodes:
             if node.op == "call_function":
                 self._call(node)
@@ -201,7 +204,9 @@ class _Run:
     def _shard_of(self, node: fx.Node, like: _Shard) -> Any:
         if self._of[node] != like.parameter:
             raise NotOnShardsError(f"it reads what was made of {self._of[node]!r} to update {like.parameter!r}")
-        return SHARD_OF_WHOLE(self._values[node], *self._shards[like.parameter], list(like.whole.stride()))
+        shard = SHARD_OF_WHOLE(self._values[node], *self._shards[like.parameter], list(like.whole.stride()))
+        size = self._sizes[like.parameter]
+        return shard if len(size) == 1 else aten.view.default(shard, size)
 
     def _refuse_lost(self, node: fx.Node) -> None:
         """Refuse a write to a whole copy of something that lasts, and is kept as a shard."""

@@ -20,6 +20,7 @@ from graphopt.capture.call.tensor_parallel_form import TensorParallel, has_distr
 from graphopt.capture.effects.side_effects import CAPTURE_LOCK, refuse_parameter_hooks
 from graphopt.errors import CaptureError, PipelineError
 from graphopt.rewriting.pipeline import Pipeline
+from graphopt.rewriting.shards import WholeParameter, whole_parameters
 from graphopt.runtime.drop_in.wrapped import refuse_beside_sharding
 
 __all__ = ["FullyShardedCalls", "ShardedCalls", "ShardedSteps", "is_sharded"]
@@ -182,17 +183,16 @@ class ShardedSteps:
         pipeline: the passes.
 
     Raises:
-        CaptureError: for an optimizer that looks at more than one element of a parameter at a time.
+        CaptureError: for an optimizer that looks at more than one element of a parameter at a time, beside tensor
+            parallelism.
         PipelineError: as ``ShardedCalls`` raises it.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, pipeline: Pipeline) -> None:
         refuse_beside_sharding(pipeline, type(model).__name__)
-        if not any(type(optimizer).step is getattr(torch.optim, name).step for name in _BY_ELEMENTS):
-            raise CaptureError(
-                f"{type(optimizer).__name__} is not known to update each element by itself, and of each parameter this "
-                f"rank has a shard: keep your loop with graphopt.optimize, or take one of {', '.join(_BY_ELEMENTS)}"
-            )
+        self._by_elements = any(type(optimizer).step is getattr(torch.optim, name).step for name in _BY_ELEMENTS)
+        if not is_fully_sharded(model):
+            self._refuse_whole(optimizer)
         self._model, self._optimizer, self._pipeline = model, optimizer, pipeline
         self._form: Form | None = None
 
@@ -207,5 +207,18 @@ class ShardedSteps:
         refuse_parameter_hooks(self._model)  # on the user's tensors, which the capture does not see
         with CAPTURE_LOCK:
             self._form = current_form(self._model, self._form, self._pipeline)
-            with self._form.as_shards(self._optimizer):
+            if self._form.is_tensor_parallel:
+                self._refuse_whole(self._optimizer)
+            with self._form.as_shards(self._optimizer), whole_parameters(self._wholes(self._form)):
                 yield
+
+    def _wholes(self, form: Form) -> Mapping[int, WholeParameter]:
+        """What an update has to know of shards, where it may take more than an element of a parameter at a time."""
+        return form.wholes if isinstance(form, FullySharded) and not self._by_elements else {}
+
+    def _refuse_whole(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._by_elements:
+            raise CaptureError(
+                f"{type(optimizer).__name__} is not known to update each element by itself, and of each parameter this "
+                f"rank has a part: keep your loop with graphopt.optimize, or take one of {', '.join(_BY_ELEMENTS)}"
+            )

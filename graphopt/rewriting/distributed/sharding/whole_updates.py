@@ -93,13 +93,14 @@ class _Region:
         return repr((given, calls, [(named(shard.args[0]), shard.args[3]) for shard in self.shards]))
 
 
-def divide_whole_updates(program: Program, group: Group, origin: str) -> DividedUpdates:
+def divide_whole_updates(program: Program, group: Group, origin: str, *, by_rows: bool = False) -> DividedUpdates:
     """Put exchanges in the place of what stands for them in an update of shards.
 
     Args:
         program: of stage step, whose update is of this rank's shards.
         group: the ranks that have the shards.
         origin: the pass that asks.
+        by_rows: a shard is of whole rows, as ``fully_shard`` has it.
 
     Raises:
         GraphoptError: where a whole parameter is needed for the update of another one, or twice one after the other.
@@ -117,7 +118,7 @@ def divide_whole_updates(program: Program, group: Group, origin: str) -> Divided
     for region in regions:
         alike.setdefault(region.form(), []).append(region)
     batches = [found[i : i + group.size] for found in alike.values() for i in range(0, len(found), group.size)]
-    division = _Division(program, group, f"{origin}: whole parameters", later, place)
+    division = _Division(program, group, f"{origin}: whole parameters", later, place, by_rows)
     sent = division.send_shards(batches[0])
     returning: list[fx.Node] = []
     for number, batch in enumerate(batches):
@@ -212,8 +213,11 @@ class _Later:
 class _Division:
     """Inserts the exchanges of batches of parameters, and the work on them, in front of one place."""
 
-    def __init__(self, program: Program, group: Group, origin: str, later: _Later, place: fx.Node) -> None:
+    def __init__(
+        self, program: Program, group: Group, origin: str, later: _Later, place: fx.Node, by_rows: bool
+    ) -> None:
         self._program, self._group, self._later, self._place = program, group, later, place
+        self._by_rows = by_rows
         self.sent = 0
         self._common: dict[str, Any] = {"before": place, "phase": Phase.SYNC, "origin": origin}
 
@@ -261,6 +265,8 @@ class _Division:
                 self._program.graph.erase_node(node)
 
     def _piece(self, whole: torch.Tensor) -> int:
+        if self._by_rows and whole.numel():
+            return piece_of(whole.shape[0], self._group.size) * (whole.numel() // whole.shape[0])
         return piece_of(whole.numel(), self._group.size)
 
     def _exchange(self, parts: fx.Node, piece: int) -> fx.Node:
@@ -273,6 +279,8 @@ class _Division:
         """A shard as long as the largest: part of the update, so that it is known as the same thing on all ranks."""
         missing = piece - value_of(shard).numel()
         given: dict[str, Any] = {"phase": Phase.UPDATE, "like": shard, "hint": "shard"}
+        if value_of(shard).dim() != 1:
+            shard = self._insert(aten.reshape.default, (shard, [-1]), **given)
         if missing:
             return self._insert(aten.constant_pad_nd.default, (shard, [0, missing]), **given)
         return self._insert(aten.slice.Tensor, (shard, 0, 0, piece), **given)
