@@ -13,7 +13,8 @@ it is gradient dropping (error feedback, momentum behind the exchange). Local SG
 Figures are medians over the seeds, with the spread (largest minus smallest) behind ±. Bytes are those of the model in
 ``graphopt.rewriting.distributed.prediction.volume``'s terms: 2 (N - 1) / N of what is summed, (N - 1) times what each
 rank gathers. With ``--rate`` every rank sits behind a link of that rate, as in ``exchange.py``; steps per second are
-those of such links.
+those of such links. ``--curves`` writes the loss over the steps, means over ranks and medians over seeds, to a file, as
+``notebooks/6_train_apart.ipynb`` draws it.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ MODELS = example_models()
 TEXT = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "text.py"))
 WORLD = 4
 MOMENTUM = 0.9
+POINTS = 50  # of a curve
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -232,10 +234,11 @@ class Trainer:
         if self._task.adam:
             self._step.synchronize()
         seconds = (time.perf_counter() - started) / steps
-        last = torch.stack(losses[-max(1, steps // 20) :]).mean()
-        dist.all_reduce(last)
+        means = torch.stack(losses) / dist.get_world_size()
+        dist.all_reduce(means)
         return {
-            "train": last.item() / dist.get_world_size(),
+            "train": means[-max(1, steps // 20) :].mean().item(),
+            "curve": [part.mean().item() for part in means.tensor_split(POINTS)],
             **self._evaluate(held_out),
             "seconds": seconds,
             **self._bytes(forms),
@@ -333,6 +336,16 @@ def launch(options: argparse.Namespace) -> list[dict[str, Any]]:
     return lines
 
 
+def curves_of(found: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+    """By the way to train: the loss over the steps, the median over the seeds at each point."""
+    curves: dict[str, list[list[float]]] = {}
+    for line in found:
+        curves.setdefault(line["way"], []).append(line["curve"])
+    return {
+        way: [round(statistics.median(point), 4) for point in zip(*lines, strict=True)] for way, lines in curves.items()
+    }
+
+
 def middle(values: Sequence[float], form: str) -> str:
     """The median, and how far the values lie apart."""
     return f"{statistics.median(values):{form}} ± {max(values) - min(values):{form}}"
@@ -368,6 +381,7 @@ def main() -> None:
     made.add_argument("--ranks", type=int, default=WORLD, help="how many train together (default: 4)")
     made.add_argument("--scale", type=float, default=1.0, help="times the steps of each task")
     made.add_argument("--rate", help="of each rank's link, such as 100mbit; none by default")
+    made.add_argument("--curves", type=Path, help="a file of JSON to write the loss over the steps to, by task and way")
     made.add_argument("--store", help=argparse.SUPPRESS)
     made.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     options = made.parse_args()
@@ -384,6 +398,10 @@ def main() -> None:
         table_of(name, [line for line in found if line["task"] == name], options.ranks, options.rate)
         for name in options.tasks
     ]
+    if options.curves is not None:
+        tasks = {name: [line for line in found if line["task"] == name] for name in options.tasks}
+        curves = {name: {"steps": lines[0]["steps"], "ways": curves_of(lines)} for name, lines in tasks.items()}
+        options.curves.write_text(json.dumps({"ranks": options.ranks, "tasks": curves}, indent=1) + "\n")
     show({"rate": options.rate, "runs": found}, tables, as_json=options.json)
 
 
