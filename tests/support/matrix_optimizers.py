@@ -57,21 +57,24 @@ class Orthogonal(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        matrices, others = self.param_groups
         for group in self.param_groups:
             for parameter in group["params"]:
-                state = self.state[parameter]
-                if not state:
-                    state["average"] = torch.zeros_like(parameter)
-                if group["whole"]:
-                    state["average"].lerp_(parameter.grad, 0.05)
-                    update = parameter.grad.lerp(state["average"], 0.95)
-                    matrix = update / (update.norm() + 1e-7)
-                    for _ in range(3):
-                        matrix = 1.5 * matrix - 0.5 * (matrix @ matrix.T) @ matrix
-                    parameter.mul_(0.999).add_(matrix, alpha=-group["lr"])
-                else:
-                    state["average"].mul_(0.9).addcmul_(parameter.grad, parameter.grad, value=0.1)
-                    parameter.addcdiv_(parameter.grad, state["average"].sqrt() + 1e-8, value=-group["lr"])
+                if not self.state[parameter]:
+                    self.state[parameter]["average"] = torch.zeros_like(parameter)
+        for parameter in matrices["params"]:
+            average = self.state[parameter]["average"].lerp_(parameter.grad, 0.05)
+            update = parameter.grad.lerp(average, 0.95)
+            matrix = update / (update.norm() + 1e-7)
+            for _ in range(3):
+                matrix = 1.5 * matrix - 0.5 * (matrix @ matrix.T) @ matrix
+            parameter.mul_(0.999).add_(matrix, alpha=-matrices["lr"])
+        gradients = [parameter.grad for parameter in others["params"]]
+        averages = [self.state[parameter]["average"] for parameter in others["params"]]
+        torch._foreach_mul_(averages, 0.9)
+        torch._foreach_addcmul_(averages, gradients, gradients, value=0.1)
+        steps = torch._foreach_div(gradients, torch._foreach_add(torch._foreach_sqrt(averages), 1e-8))
+        torch._foreach_add_(others["params"], steps, alpha=-0.01)
 
 
 class Scaled(torch.optim.Optimizer):

@@ -9,6 +9,7 @@ and what follows from it get the whole tensor, and where a call by elements read
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,9 @@ _BY_ELEMENTS = (
     aten.zero_.default,
     aten.zeros_like.default,
 )
+
+
+_COUPLED = ("_foreach_norm", "_foreach_max")
 
 
 class NotOnShardsError(Exception):
@@ -111,6 +115,8 @@ class _Run:
         """The memory of what is there before the update and behind it."""
         self._copies: dict[fx.Node, Any] = {}
         """Whole copies of that, until it is written."""
+        self._lists: dict[fx.Node, list[_Shard]] = {}
+        """What lists of shards are shards of."""
 
     def run(
         self, graph: fx.Graph, specs: Sequence[InputSpec], flat: Sequence[Any], wholes: Mapping[str, torch.Tensor]
@@ -137,6 +143,8 @@ class _Run:
         return [self._values[node] for node in created]
 
     def _call(self, node: fx.Node) -> None:
+        if self._on_lists(node):
+            return
         given = node.all_input_nodes
         cut = [source for source in given if source in self._cut]
         like = self._cut[cut[0]] if cut and self._by_elements(node, cut) else None
@@ -154,18 +162,45 @@ class _Run:
             self._cut[node] = _Shard(like.parameter, value_of(node))
         owners = {self._of[source] for source in given if source in self._of}
         owners |= {self._cut[source].parameter for source in lasting}
+        if (owners or cut) and schema.is_random(node):
+            raise NotOnShardsError(f"{schema.op_name(node)} draws random numbers for all elements")
         if owners and like is None:
             if len(owners) > 1:
                 raise NotOnShardsError(f"{schema.op_name(node)} takes several parameters together")
             self._refuse_lost(node)
             self._of[node] = owners.pop()
-        args, kwargs = _torch.map_aggregate(
-            (node.args, node.kwargs), lambda item: values[item] if isinstance(item, fx.Node) else item
-        )
-        self._values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-        written = {_torch.storage_key(value_of(target)) for target in schema.mutated_inputs(node)}
-        for known in [known for known in self._copies if _torch.storage_key(value_of(known)) in written]:
-            del self._copies[known]
+        self._values[node] = _called(node, values)
+        self._forget(node)
+
+    def _on_lists(self, node: fx.Node) -> bool:
+        """Make a call on lists of shards, or take one of them; whether it is such a call."""
+        if node.target is operator.getitem and node.args[0] in self._lists:
+            source, place = node.args
+            self._cut[node] = self._lists[source][place]  # type: ignore[index]
+            self._values[node] = self._values[source][place]  # type: ignore[index]
+            return True
+        name = schema.op_name(node)
+        given = [(source, value_of(source)) for source in node.all_input_nodes]
+        if (
+            not name.startswith(("_foreach_", "_fused_"))
+            or name in _COUPLED
+            or any(
+                source not in self._cut and isinstance(value, torch.Tensor) and value.dim() > 0
+                for source, value in given
+            )
+        ):
+            return False
+        if any(source in self._of for source, _ in given):
+            return False
+        self._values[node] = _called(node, self._values)
+        made = value_of(node)
+        if isinstance(made, (list, tuple)):
+            first = next(argument for argument in node.args if isinstance(argument, (list, tuple)))
+            self._lists[node] = [
+                _Shard(self._cut[source].parameter, whole) for source, whole in zip(first, made, strict=True)
+            ]
+        self._forget(node)
+        return True
 
     def _is_whole(self, node: fx.Node) -> bool:
         """Whether a value is made of a whole tensor, and has elements of its own."""
@@ -173,6 +208,8 @@ class _Run:
 
     def _by_elements(self, node: fx.Node, cut: Sequence[fx.Node]) -> bool:
         """Whether a call can be made on shards: by elements, of tensors that have the same elements in one order."""
+        if any(value_of(source).dim() > 0 for source in self._apart(node)):
+            return False
         target = node.target
         known = isinstance(target, _torch.OpOverload) and (torch.Tag.pointwise in target.tags or target in _BY_ELEMENTS)
         if not known or any(isinstance(argument, (list, tuple)) for argument in node.args):
@@ -189,6 +226,17 @@ class _Run:
         shape = tuple(first.whole.shape)
         others = laid - whole - {(shape, first.whole.stride())}
         return alike and not scalars and not written and not others and all(size == shape for size, _ in whole)
+
+    def _apart(self, node: fx.Node) -> list[fx.Node]:
+        """The tensors that a call reads and that are made of no parameter."""
+        others = [source for source in node.all_input_nodes if source not in self._cut and source not in self._of]
+        return [source for source in others if isinstance(value_of(source), torch.Tensor)]
+
+    def _forget(self, node: fx.Node) -> None:
+        """Forget whole copies of what a call writes."""
+        written = {_torch.storage_key(value_of(target)) for target in schema.mutated_inputs(node)}
+        for known in [known for known in self._copies if _torch.storage_key(value_of(known)) in written]:
+            del self._copies[known]
 
     def _whole(self, node: fx.Node) -> Any:
         whole = self._cut[node].whole
@@ -216,3 +264,10 @@ class _Run:
                     f"{schema.op_name(node)} writes to a parameter, a gradient or state as a whole, of which each rank "
                     "keeps a shard"
                 )
+
+
+def _called(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    args, kwargs = _torch.map_aggregate(
+        (node.args, node.kwargs), lambda item: values[item] if isinstance(item, fx.Node) else item
+    )
+    return node.target(*args, **kwargs)  # type: ignore[operator]

@@ -3,7 +3,7 @@
 Of as many parameters of one shape as there are ranks, each rank gets one whole: an all-to-all of the shards makes them,
 the calls that take a whole one run once, on every rank for its own, and a second all-to-all gives every rank its shard
 of all results. Calls, and bytes of whole tensors, are divided by the number of ranks. Where parameters of a shape are
-fewer than ranks, the others work on zeros meanwhile. While one is worked on, the next ones are exchanged.
+fewer than ranks, the last one is worked on by several. While one is worked on, the next ones are exchanged.
 
 Source: Liu, Su, Yao and others, "Muon is Scalable for LLM Training", 2025 (arXiv 2502.16982), section 2.3, where shards
 are gathered for what takes a whole matrix; Ahn, Xu and others, "Dion: Distributed Orthonormalized Updates", 2025 (arXiv
@@ -108,11 +108,7 @@ def divide_whole_updates(program: Program, group: Group, origin: str, *, by_rows
     regions = _regions(program)
     if not regions:
         return DividedUpdates()
-    position = {node: index for index, node in enumerate(program.graph.nodes)}
-    moved = {node for region in regions for node in (*region.wholes, *region.calls, *region.shards)}
-    place = max((whole for region in regions for whole in region.wholes), key=position.__getitem__)
-    while place in moved:
-        place = place.next
+    place = _place(program, regions)
     later = _Later(program, regions, place)
     alike: dict[str, list[_Region]] = {}
     for region in regions:
@@ -133,6 +129,18 @@ def divide_whole_updates(program: Program, group: Group, origin: str, *, by_rows
     division.wait_for_shards(batches[-1], returning)
     later.put_back()
     return DividedUpdates(len(regions), len(batches), division.sent)
+
+
+def _place(program: Program, regions: Sequence[_Region]) -> fx.Node:
+    """The first place behind all that goes into the calls that take whole parameters."""
+    position = {node: index for index, node in enumerate(program.graph.nodes)}
+    moved = {node for region in regions for node in (*region.wholes, *region.calls, *region.shards)}
+    given = {source for region in regions for call in region.calls for source in call.all_input_nodes} - moved
+    place = max((*given, *(whole for region in regions for whole in region.wholes)), key=position.__getitem__)
+    place = place.next
+    while place in moved:
+        place = place.next
+    return place
 
 
 def _regions(program: Program) -> list[_Region]:
@@ -227,8 +235,8 @@ class _Division:
         for number, whole in enumerate(batch[0].wholes):
             piece = self._piece(value_of(whole))
             rows = [self._row(_node(region.wholes[number].args[0]), piece) for region in batch]
-            joined = self._insert(aten.cat.default, (rows,), hint="shards")
-            started.append(self._exchange(joined, piece))
+            rows += rows[-1:] * (self._group.size - len(rows))  # so that no rank works on what an update never sees
+            started.append(self._exchange(self._insert(aten.cat.default, (rows,), hint="shards")))
         return started
 
     def wait_for_whole(self, batch: Sequence[_Region], sent: Sequence[fx.Node]) -> None:
@@ -246,7 +254,10 @@ class _Division:
         for shard in batch[0].shards:
             result = _node(shard.args[0])
             elements = self._flat(result, shard.args[3])
-            started.append(self._exchange(elements, self._piece(value_of(result))))
+            missing = self._group.size * self._piece(value_of(result)) - value_of(elements).numel()
+            if missing:
+                elements = self._insert(aten.constant_pad_nd.default, (elements, [0, missing]))
+            started.append(self._exchange(elements))
         return started
 
     def wait_for_shards(self, batch: Sequence[_Region], begun: Sequence[fx.Node]) -> None:
@@ -269,9 +280,8 @@ class _Division:
             return piece_of(whole.shape[0], self._group.size) * (whole.numel() // whole.shape[0])
         return piece_of(whole.numel(), self._group.size)
 
-    def _exchange(self, parts: fx.Node, piece: int) -> fx.Node:
-        """Start to send one piece to each rank, of what has a piece for the first ones at least."""
-        parts = self._padded(parts, self._group.size * piece)
+    def _exchange(self, parts: fx.Node) -> fx.Node:
+        """Start to send a part to each rank."""
         self.sent += storage_bytes(value_of(parts))
         return self._insert(ALL_TO_ALL, (parts, self._group.size, self._group.name), hint="all_to_all")
 
@@ -284,10 +294,6 @@ class _Division:
         if missing:
             return self._insert(aten.constant_pad_nd.default, (shard, [0, missing]), **given)
         return self._insert(aten.slice.Tensor, (shard, 0, 0, piece), **given)
-
-    def _padded(self, node: fx.Node, elements: int) -> fx.Node:
-        missing = elements - value_of(node).numel()
-        return self._insert(aten.constant_pad_nd.default, (node, [0, missing])) if missing else node
 
     def _flat(self, node: fx.Node, strides: Any) -> fx.Node:
         """All elements of a tensor, as they lie in memory with these strides."""
