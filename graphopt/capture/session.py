@@ -52,6 +52,7 @@ from graphopt.capture.step.append_update import append_update
 from graphopt.capture.step.traced_update import trace_optimizer
 from graphopt.errors import CaptureError, GraphBreakError, quoted
 from graphopt.ir.graphs.autocast import mark_around, plain_precision, under_autocast
+from graphopt.ir.graphs.graph_copies import is_unchanged
 from graphopt.ir.host import shortage_named
 from graphopt.ir.ops.communication.groups import find_group
 from graphopt.ir.program import Program
@@ -194,6 +195,8 @@ class CaptureSession:
         self._outside: dict[str, None] = {}
         self._outputs: Structure | None = None
         self._replayed: dict[Question, bool] = {}
+        self._lowered: tuple[Program, Program] | None = None
+        """A forward program, and the joint one that was made of it."""
 
     def forward(self, autocast: torch.dtype | None = None) -> Program:
         """The forward program, to be rewritten.
@@ -391,6 +394,19 @@ class CaptureSession:
 
     def lower_forward(self, program: Program) -> Program:
         """The joint program of a (rewritten) forward program."""
+        if self._lowered is not None and is_unchanged(self._lowered[0].graph, program.graph):
+            known = self._lowered[1].copy()
+            known.context = program.context
+            return known
+        forward = program.copy()
+        lowered = self._new_joint(program)
+        # where sizes vary, it is planned for one size after the other; what torch makes of a drop-in model's trace is
+        # made once
+        if self.optimizer is not None and isinstance(self._dynamic_shapes, VaryingAxes):
+            self._lowered = forward, lowered.copy()
+        return lowered
+
+    def _new_joint(self, program: Program) -> Program:
         self.joint = self._eager_error_first(functools.partial(self._differentiated, program), backward=True)
         lowered = self.joint.program
         if self._distributed is not None:

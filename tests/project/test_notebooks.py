@@ -44,6 +44,7 @@ def stored(request: pytest.FixtureRequest) -> Any:
 def test_they_begin_with_the_budget() -> None:
     assert [path.stem for path in PATHS] == [
         "1_fit_a_budget", "2_look_around", "3_mixed_precision", "4_sparse_exchange", "5_write_your_own_pass",
+        "6_train_apart",
     ]  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from torch import fx
 
 from graphopt import _torch
 
-__all__ = ["copy_graph", "copy_node", "forget_keys", "kept_key", "pass_on_keys"]
+__all__ = ["copy_graph", "copy_node", "forget_keys", "is_unchanged", "kept_key", "pass_on_keys"]
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
@@ -31,6 +31,31 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
         copies[node] = _copied(made, node, mapped, node.name)
         pass_on_keys(node, copies[node])
     return made
+
+
+def is_unchanged(graph: fx.Graph, copy: fx.Graph) -> bool:
+    """Whether a graph has the nodes that a copy of it has, with the same arguments, values and metadata."""
+
+    def name(value: Any) -> Any:
+        return (value.name,) if isinstance(value, fx.Node) else value
+
+    def known(node: fx.Node) -> tuple[Any, ...]:
+        return node.op, node.name, node.target, _torch.map_aggregate((node.args, node.kwargs), name)
+
+    if len(graph.nodes) != len(copy.nodes):
+        return False
+    return all(
+        known(one) == known(other) and one.meta.keys() == other.meta.keys() and _same_metadata(one, other)
+        for one, other in zip(graph.nodes, copy.nodes, strict=True)
+    )
+
+
+def _same_metadata(one: fx.Node, other: fx.Node) -> bool:
+    return all(
+        value is other.meta[key] or (key == "graphopt" and value == other.meta[key])
+        for key, value in one.meta.items()
+        if key != _KNOWN
+    )
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, mapped: Callable[[Any], Any], name: str | None = None) -> fx.Node:
