@@ -2,43 +2,93 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.support.matrix_optimizers import CASES
+import graphopt
+from graphopt.ir.node import value_of
+from graphopt.ir.ops.communication.collectives import ALL_TO_ALL
+from graphopt.ir.ops.values import storage_bytes
+from graphopt.passes import DataParallel
+from graphopt.passes.shard_optimizer import ShardOptimizer
+from tests.support.matrix_optimizers import CASES, muon
 from tests.support.ranks import run_ranks
 
-ALL = """
-from tests.support.matrix_optimizers import after_fully_shard, beside_whole, counted, resumed
-say(beside_whole())
-say(resumed())
-say(counted())
-say(after_fully_shard())
+ALWAYS = ("Muon, a step skipped", "two kinds of updates")
+SCRIPT = """
+from tests.support.matrix_optimizers import CASES, Orthogonal, after_fully_shard, beside_whole, counted, muon, resumed
+from tests.passes.test_whole_updates import ALWAYS
 """
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return run_ranks(ALL, 2, tmp_path_factory.mktemp("ranks") / "store")
+    script = SCRIPT + "say(beside_whole(ALWAYS)); say(counted()); say(after_fully_shard(muon))"
+    return run_ranks(script, 2, tmp_path_factory.mktemp("ranks") / "store")
 
 
 def test_parameters_are_those_of_whole_updates_to_the_last_bit(two_ranks: list[Any]) -> None:
     for off, *_ in two_ranks:
-        assert off == {name: [0.0, 0.0] for name in CASES}
-
-
-def test_training_goes_on_from_saved_shards(two_ranks: list[Any]) -> None:
-    assert [resumed for _, resumed, *_ in two_ranks] == [[True, True]] * 2
+        assert off == {name: [0.0, 0.0] for name in ALWAYS}
 
 
 def test_state_and_products_are_divided_and_the_peak_is_what_was_predicted(two_ranks: list[Any]) -> None:
     elements = 12 * 25 + 3 * 25 * 25 + 25 * 5
-    assert sum(counted[0] for _, _, counted, _ in two_ranks) == elements
-    for _, _, (_, products, predicted, measured), _ in two_ranks:
+    assert sum(counted[0] for _, counted, _ in two_ranks) == elements
+    for _, (_, products, predicted, measured), _ in two_ranks:
         assert products == (1 + 2 + 1) * 5 * 3, "a tall matrix, two of three square ones, a wide one; five steps each"
         assert measured == predicted
 
 
 def test_after_fully_shard_training_is_that_of_one_process(two_ranks: list[Any]) -> None:
-    assert [trained for *_, trained in two_ranks] == [[True, True, True] * 2] * 2
+    assert [trained for *_, trained in two_ranks] == [[True, True, True]] * 2
+
+
+@pytest.mark.sweep
+def test_beside_other_passes_and_from_saved_shards(tmp_path: Path) -> None:
+    script = SCRIPT + "say(beside_whole([name for name in CASES if name not in ALWAYS])); say(resumed())"
+    script += "; say(after_fully_shard(Orthogonal))"
+    for off, continued, trained in run_ranks(script, 2, tmp_path / "store"):
+        assert off == {name: [0.0, 0.0] for name in CASES if name not in ALWAYS}
+        assert continued == [True, True]
+        assert trained == [True, True, True]
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[None]:
+    """A process group of four ranks of which only the last one exists; its exchanges do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("four_ranks")
+@settings(max_examples=8)
+@given(st.lists(st.sampled_from([(3, 7), (7, 3), (5, 5), (1, 2)]), min_size=1, max_size=7))
+def test_a_rank_works_on_a_quarter_of_the_matrices_and_sends_shards_of_all(shapes: list[tuple[int, int]]) -> None:
+    matrices = nn.ParameterList([torch.randn(shape) for shape in shapes])
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(parameter * x).square().sum() for parameter in model.parameters()]).sum()
+
+    step = graphopt.optimize_step(matrices, muon(matrices.parameters()), [DataParallel(), ShardOptimizer()], loss=loss)
+    step.prepare(torch.tensor(2.0))
+    rounds = {shape: math.ceil(count / 4) for shape, count in Counter(shapes).items()}
+    found = list(step.program.graph.find_nodes(op="call_function", target=ALL_TO_ALL))
+    assert len(found) == 2 * sum(rounds.values())
+    sent = sum(2 * 2 * 4 * math.ceil(math.prod(shape) / 4) * count for shape, count in rounds.items())  # bfloat16
+    assert sum(storage_bytes(value_of(node)) for node in found) == sent
+    assert step.records[-1].changed.counts["parameters whole for the update"] == len(shapes)
+    products = [node for node in step.program.phase_nodes(graphopt.Phase.UPDATE) if "mm" in str(node.target)]
+    assert len(products) == 15 * sum(rounds.values())

@@ -153,10 +153,11 @@ CASES: dict[str, tuple[Callable[..., torch.optim.Optimizer], tuple[Pass, ...], d
 }
 
 
-def beside_whole() -> dict[str, list[float]]:
+def beside_whole(names: Sequence[str]) -> dict[str, list[float]]:
     """By the case: how far parameters are from those of DataParallel alone, for each way to shard."""
     found = {}
-    for name, (make, passes, options) in CASES.items():
+    for name in names:
+        make, passes, options = CASES[name]
         expected = Run(make, *passes, **options)(6).parameters()
         runs = [Run(make, sharded, *passes, **options)(6).parameters() for sharded in SHARDED]
         found[name] = [
@@ -192,10 +193,10 @@ def counted() -> list[int]:
     return [run.elements, len(products), program.memory().allocated_peak_bytes, measured]
 
 
-def after_fully_shard() -> list[bool]:
-    """For each optimizer of matrices: whether a whole step after ``fully_shard`` trains as one process would."""
+def after_fully_shard(*optimizers: Callable[..., torch.optim.Optimizer]) -> list[bool]:
+    """For each of these: whether a whole step after ``fully_shard`` trains as one process would."""
     found = []
-    for make in (muon, Orthogonal):
+    for make in optimizers:
         model, sharded = (Matrices() if make is muon else Mixed() for _ in range(2))
         for block in sharded.blocks:
             fully_shard(block)

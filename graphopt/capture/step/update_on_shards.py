@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -115,7 +116,7 @@ class _Run:
         """The memory of what is there before the update and behind it."""
         self._copies: dict[fx.Node, Any] = {}
         """Whole copies of that, until it is written."""
-        self._lists: dict[fx.Node, list[_Shard]] = {}
+        self._lists: dict[fx.Node, list[_Shard | None]] = {}
         """What lists of shards are shards of."""
 
     def run(
@@ -176,31 +177,35 @@ class _Run:
         """Make a call on lists of shards, or take one of them; whether it is such a call."""
         if node.target is operator.getitem and node.args[0] in self._lists:
             source, place = node.args
-            self._cut[node] = self._lists[source][place]  # type: ignore[index]
+            shard = self._lists[source][place]  # type: ignore[index]
+            if shard is not None:
+                self._cut[node] = shard
             self._values[node] = self._values[source][place]  # type: ignore[index]
             return True
-        name = schema.op_name(node)
-        given = [(source, value_of(source)) for source in node.all_input_nodes]
-        if (
-            not name.startswith(("_foreach_", "_fused_"))
-            or name in _COUPLED
-            or any(
-                source not in self._cut and isinstance(value, torch.Tensor) and value.dim() > 0
-                for source, value in given
-            )
-        ):
-            return False
-        if any(source in self._of for source, _ in given):
+        lists = [argument for argument in (*node.args, *node.kwargs.values()) if isinstance(argument, (list, tuple))]
+        if not self._pairs_shards(node, lists):
             return False
         self._values[node] = _called(node, self._values)
         made = value_of(node)
         if isinstance(made, (list, tuple)):
-            first = next(argument for argument in node.args if isinstance(argument, (list, tuple)))
+            shards = [self._cut.get(source) for source in lists[0]]
             self._lists[node] = [
-                _Shard(self._cut[source].parameter, whole) for source, whole in zip(first, made, strict=True)
+                None if shard is None else _Shard(shard.parameter, whole)
+                for shard, whole in zip(shards, made, strict=True)
             ]
         self._forget(node)
         return True
+
+    def _pairs_shards(self, node: fx.Node, lists: Sequence[Any]) -> bool:
+        """Whether a call takes lists, by elements, and at each place of them shards of one parameter, or numbers."""
+        name = schema.op_name(node)
+        if not name.startswith(("_foreach_", "_fused_")) or name in _COUPLED or not lists:
+            return False
+        if self._apart_with_elements(node) or any(source in self._of for source in node.all_input_nodes):
+            return False
+        places = zip_longest(*lists)
+        owners = [{self._cut[source].parameter for source in place if source in self._cut} for place in places]
+        return all(len(found) <= 1 for found in owners)
 
     def _is_whole(self, node: fx.Node) -> bool:
         """Whether a value is made of a whole tensor, and has elements of its own."""
@@ -208,7 +213,7 @@ class _Run:
 
     def _by_elements(self, node: fx.Node, cut: Sequence[fx.Node]) -> bool:
         """Whether a call can be made on shards: by elements, of tensors that have the same elements in one order."""
-        if any(value_of(source).dim() > 0 for source in self._apart(node)):
+        if self._apart_with_elements(node):
             return False
         target = node.target
         known = isinstance(target, _torch.OpOverload) and (torch.Tag.pointwise in target.tags or target in _BY_ELEMENTS)
@@ -227,10 +232,11 @@ class _Run:
         others = laid - whole - {(shape, first.whole.stride())}
         return alike and not scalars and not written and not others and all(size == shape for size, _ in whole)
 
-    def _apart(self, node: fx.Node) -> list[fx.Node]:
-        """The tensors that a call reads and that are made of no parameter."""
+    def _apart_with_elements(self, node: fx.Node) -> bool:
+        """Whether a call reads tensors with elements that are made of no parameter."""
         others = [source for source in node.all_input_nodes if source not in self._cut and source not in self._of]
-        return [source for source in others if isinstance(value_of(source), torch.Tensor)]
+        values = [value_of(source) for source in others]
+        return any(isinstance(value, torch.Tensor) and value.dim() > 0 for value in values)
 
     def _forget(self, node: fx.Node) -> None:
         """Forget whole copies of what a call writes."""
