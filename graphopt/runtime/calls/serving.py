@@ -118,7 +118,8 @@ class Serving(Generic[C]):
     _values: ChangingValues = field(default_factory=ChangingValues)
     _questions: dict[Hashable, tuple[Question, ...]] = field(default_factory=dict)
     _numbers: list[NumbersRead] = field(default_factory=list)
-    _kind: Key | None = None
+    _kinds: dict[CaptureSession, Key] = field(default_factory=dict)
+    """Of calls that are captured with sizes open at the moment, which calls have one kind."""
 
     @property
     def automatic(self) -> bool:
@@ -251,7 +252,7 @@ class Serving(Generic[C]):
         """Capture a call with sizes open; why that cannot be, or None where it is better not done in this call."""
         started = time.perf_counter()
         session = maker.session(axes)
-        self._kind = kind
+        self._kinds[session] = kind
         try:
             capture = maker.compile(session, None)
         except RankError:
@@ -262,7 +263,7 @@ class Serving(Generic[C]):
             logger.debug("not captured with sizes open", exc_info=True)
             return _reason(error)
         finally:
-            self._kind = None
+            del self._kinds[session]
         served = self._keep_varying(self._answered(key, call, session), kind, call, capture, axes)
         seconds = time.perf_counter() - started
         self._tell(call.model, self._note_values(call, seconds))
@@ -313,8 +314,9 @@ class Serving(Generic[C]):
         Raises:
             OtherProgramError: where it is another one.
         """
-        if self._kind is not None and program.stage == "joint":
-            self._varying.check(self._kind, program, self.rules(session))
+        kind = self._kinds.get(session)
+        if kind is not None and program.stage == "joint":
+            self._varying.check(kind, program, self.rules(session))
 
     def rules(self, session: CaptureSession) -> SizeRules:
         """Which sizes a capture serves."""
@@ -334,7 +336,7 @@ class Serving(Generic[C]):
             return [None]
         if target is None:
             values = rules.match(session.captured.example_tensors) or {}
-            largest = self._varying.largest(self._kind, rules)
+            largest = self._varying.largest(self._kinds.get(session), rules)
             target = Target(values, {name: max(value, largest.get(name, 0)) for name, value in values.items()})
         return [*targets(rules, target.sizes, target)]
 
