@@ -149,10 +149,11 @@ def trace_optimizer(
     for name in order if shards is not None else ():
         check_dense(name, trained[name])
     tracer = _Tracer(optimizer, order, trained, names, mode, shards)
+    reason = _not_traced.get(optimizer) or _takes_closure(optimizer) or step_hooks(optimizer)
     rows = {name: known for name in order if (known := whole_parameter(trained[name])) is not None}
     if rows:
-        return _on_rows(optimizer, tracer, _Tracer(optimizer, order, trained, names, mode, wholes=rows), rows, first)
-    reason = _not_traced.get(optimizer) or _takes_closure(optimizer) or step_hooks(optimizer)
+        whole = _Tracer(optimizer, order, trained, names, mode, wholes=rows)
+        return _on_rows(optimizer, tracer, whole, rows, first, reason)
     if shards is not None:
         whole = _Tracer(optimizer, order, trained, names, mode, kept=shards)
         return _for_shards(optimizer, tracer, whole, shards, first, reason)
@@ -237,14 +238,17 @@ def _on_rows(
     whole: _Tracer,
     rows: Mapping[str, WholeParameter],
     first: bool,
+    reason: str,
 ) -> UpdateTrace:
     """The update of parameters that are shards already, each of a number of rows (``fully_shard``)."""
     advice = f"keep your loop with graphopt.optimize, or {_BY_ELEMENTS}"
     try:
-        update = whole.run(first)
+        update = None if reason else whole.run(first)
     except Exception as error:
         refuse_shortage(error, f"the update of {type(optimizer).__name__}")
-        raise _not_sharded(optimizer, f"since its update runs in eager mode: {_reason(error)}", advice) from None
+        update, reason = None, _reason(error)
+    if update is None:
+        raise _not_sharded(optimizer, f"since its update runs in eager mode: {reason}", advice)
     shards = {name: (known.first, tracer.parameters[name].numel()) for name, known in rows.items()}
     return _on_shards(optimizer, tracer, whole, update, shards, advice)
 

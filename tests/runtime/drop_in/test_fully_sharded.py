@@ -203,7 +203,12 @@ refused.append(told(of(fully_shard(nn.Linear(8, 8)), "scale-loss")))
 whole = fully_shard(nn.Linear(8, 8))
 sgd = torch.optim.SGD(whole.parameters())
 refused.append(told(lambda: graphopt.optimize_step(whole, sgd, "data-parallel,shard-parameters")))
-refused.append(told(lambda: graphopt.optimize_step(whole, torch.optim.Adafactor(whole.parameters()))))
+loss = lambda m, x: m(x).sum()
+rows = graphopt.optimize_step(whole, torch.optim.Adafactor(whole.parameters()), loss=loss)
+refused.append(told(lambda: rows(torch.randn(4, 8))))
+watched = torch.optim.Muon([whole.weight])
+watched.register_step_pre_hook(lambda *_: None)
+refused.append(told(lambda: graphopt.optimize_step(whole, watched, loss=loss)(torch.randn(4, 8))))
 hooked = fully_shard(nn.Linear(8, 8))
 step = graphopt.optimize_step(hooked, torch.optim.SGD(hooked.parameters()), loss=lambda m, x: m(x).sum())
 hooked.weight.register_hook(lambda gradient: 2 * gradient)
@@ -220,7 +225,8 @@ WORDS: list[Callable[[str], bool]] = [
     lambda text: "data-parallel exchanges gradients" in text and "leave the pass out" in text,
     lambda text: "bfloat16" in text and "GradScaler" in text,
     lambda text: "data-parallel exchanges gradients" in text,
-    lambda text: "Adafactor" in text and "keep your loop" in text,
+    lambda text: "Adafactor cannot be sharded" in text and "keep your loop" in text,
+    lambda text: "Muon cannot be sharded" in text and "hook" in text,
     lambda text: "'weight' has a hook on its gradient" in text,
     lambda text: "as fully_shard left it" in text,
     lambda text: text == "joint",
