@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,42 +24,31 @@ from graphopt.passes.shard_optimizer import ShardOptimizer
 from tests.support.matrix_optimizers import CASES, muon
 from tests.support.ranks import run_ranks
 
-ALWAYS = ("Muon, a step skipped", "two kinds of updates")
+ALWAYS = "Muon, a step skipped"
 SCRIPT = """
 from tests.support.matrix_optimizers import CASES, Orthogonal, after_fully_shard, beside_whole, counted, muon, resumed
 from tests.passes.test_whole_updates import ALWAYS
 """
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    script = SCRIPT + "say(beside_whole(ALWAYS)); say(counted()); say(after_fully_shard(muon))"
-    return run_ranks(script, 2, tmp_path_factory.mktemp("ranks") / "store")
-
-
-def test_parameters_are_those_of_whole_updates_to_the_last_bit(two_ranks: list[Any]) -> None:
-    for off, *_ in two_ranks:
-        assert off == {name: [0.0, 0.0] for name in ALWAYS}
-
-
-def test_state_and_products_are_divided_and_the_peak_is_what_was_predicted(two_ranks: list[Any]) -> None:
+def test_training_is_that_of_whole_updates_in_a_rank_s_share_of_state_and_products(tmp_path: Path) -> None:
+    script = SCRIPT + "say(beside_whole([ALWAYS])); say(counted()); say(after_fully_shard(muon))"
     elements = 12 * 25 + 3 * 25 * 25 + 25 * 5
-    assert sum(counted[0] for _, counted, _ in two_ranks) == elements
-    for _, (_, products, predicted, measured), _ in two_ranks:
+    found = run_ranks(script, 2, tmp_path / "store")
+    assert sum(counted[0] for _, counted, _ in found) == elements
+    for off, (_, products, predicted, measured), trained in found:
+        assert off == {ALWAYS: [0.0, 0.0]}
         assert products == (1 + 2 + 1) * 5 * 3, "a tall matrix, two of three square ones, a wide one; five steps each"
         assert measured == predicted
-
-
-def test_after_fully_shard_training_is_that_of_one_process(two_ranks: list[Any]) -> None:
-    assert [trained for *_, trained in two_ranks] == [[True, True, True]] * 2
+        assert trained == [True, True, True], "after fully_shard, as one process"
 
 
 @pytest.mark.sweep
 def test_beside_other_passes_and_from_saved_shards(tmp_path: Path) -> None:
-    script = SCRIPT + "say(beside_whole([name for name in CASES if name not in ALWAYS])); say(resumed())"
+    script = SCRIPT + "say(beside_whole([name for name in CASES if name != ALWAYS])); say(resumed())"
     script += "; say(after_fully_shard(Orthogonal))"
     for off, continued, trained in run_ranks(script, 2, tmp_path / "store"):
-        assert off == {name: [0.0, 0.0] for name in CASES if name not in ALWAYS}
+        assert off == {name: [0.0, 0.0] for name in CASES if name != ALWAYS}
         assert continued == [True, True]
         assert trained == [True, True, True]
 
