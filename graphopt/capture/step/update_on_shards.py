@@ -188,7 +188,7 @@ class _Run:
         self._values[node] = _called(node, self._values)
         made = value_of(node)
         if isinstance(made, (list, tuple)):
-            shards = [self._cut.get(source) for source in lists[0]]
+            shards = [self._cut.get(source) if isinstance(source, fx.Node) else None for source in lists[0]]
             self._lists[node] = [
                 None if shard is None else _Shard(shard.parameter, whole)
                 for shard, whole in zip(shards, made, strict=True)
