@@ -24,20 +24,20 @@ from graphopt.passes.shard_optimizer import ShardOptimizer
 from tests.support.matrix_optimizers import CASES, muon
 from tests.support.ranks import run_ranks
 
-ALWAYS = "Muon, a step skipped"
+ALWAYS = ("Muon, a step skipped", "by the number of dimensions")
 SCRIPT = """
-from tests.support.matrix_optimizers import CASES, Orthogonal, after_fully_shard, beside_whole, counted, muon, resumed
+from tests.support.matrix_optimizers import *
 from tests.passes.test_whole_updates import ALWAYS
 """
 
 
 def test_training_is_that_of_whole_updates_in_a_rank_s_share_of_state_and_products(tmp_path: Path) -> None:
-    script = SCRIPT + "say(beside_whole([ALWAYS])); say(counted()); say(after_fully_shard(muon))"
+    script = SCRIPT + "say(beside_whole(ALWAYS)); say(counted()); say(after_fully_shard(muon))"
     elements = 12 * 25 + 3 * 25 * 25 + 25 * 5
     found = run_ranks(script, 2, tmp_path / "store")
     assert sum(counted[0] for _, counted, _ in found) == elements
     for off, (_, products, predicted, measured), trained in found:
-        assert off == {ALWAYS: [0.0, 0.0]}
+        assert off == {name: [0.0, 0.0] for name in ALWAYS}
         assert products == (1 + 2 + 1) * 5 * 3, "a tall matrix, two of three square ones, a wide one; five steps each"
         assert measured == predicted
         assert trained == [True, True, True], "after fully_shard, as one process"
@@ -45,12 +45,23 @@ def test_training_is_that_of_whole_updates_in_a_rank_s_share_of_state_and_produc
 
 @pytest.mark.sweep
 def test_beside_other_passes_and_from_saved_shards(tmp_path: Path) -> None:
-    script = SCRIPT + "say(beside_whole([name for name in CASES if name != ALWAYS])); say(resumed())"
+    script = SCRIPT + "say(beside_whole([name for name in CASES if name not in ALWAYS])); say(resumed())"
     script += "; say(after_fully_shard(Orthogonal))"
     for off, continued, trained in run_ranks(script, 2, tmp_path / "store"):
-        assert off == {name: [0.0, 0.0] for name in CASES if name != ALWAYS}
+        assert off == {name: [0.0, 0.0] for name in CASES if name not in ALWAYS}
         assert continued == [True, True]
         assert trained == [True, True, True]
+
+
+@pytest.mark.sweep
+def test_every_optimizer_of_torch_is_sharded_or_says_why_not(tmp_path: Path) -> None:
+    first, second = run_ranks(SCRIPT + "say(of_torch())", 2, tmp_path / "store")
+    assert first == second
+    (found,) = first
+    works = {name for name, ways in found.items() if ways == ["equal", "equal"]}
+    assert works == {"Adadelta", "Adagrad", "Adam", "AdamW", "Muon", "RMSprop", "SGD"}
+    for name in found.keys() - works:
+        assert all(way.startswith(f"{name} cannot be sharded, since its update") for way in found[name])
 
 
 @pytest.fixture(scope="module")

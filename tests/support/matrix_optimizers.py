@@ -90,6 +90,20 @@ class Scaled(torch.optim.Optimizer):
                 parameter.sub_(parameter.grad / parameter.grad.norm(), alpha=group["lr"])
 
 
+class ByShape(torch.optim.Optimizer):
+    """Another rule for matrices than for everything else, by what shape a parameter has."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                parameter.sub_(gradient if parameter.ndim == 2 else gradient.sign(), alpha=group["lr"])
+
+
 def square(model: nn.Module, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return model(x, factor).square().mean()
 
@@ -150,6 +164,7 @@ CASES: dict[str, tuple[Callable[..., torch.optim.Optimizer], tuple[Pass, ...], d
     "two kinds, low precision": (Orthogonal, (MixedPrecision(level="O2"),), {}),
     "two kinds, within a budget": (Orthogonal, (FitMemory("100%"),), {}),
     "gradients by their norms": (Scaled, (), {}),
+    "by the number of dimensions": (ByShape, (), {}),
 }
 
 
@@ -164,6 +179,26 @@ def beside_whole(names: Sequence[str]) -> dict[str, list[float]]:
             max(float((one - other).abs().max()) for one, other in zip(run, expected, strict=True)) for run in runs
         ]
     return found
+
+
+def of_torch() -> dict[str, list[str]]:
+    """By the optimizer of ``torch.optim``: equal bits for both ways to shard, or the first line of an error."""
+    found: dict[str, list[str]] = {}
+    classes = [value for value in vars(torch.optim).values() if isinstance(value, type)]
+    for kind in classes:
+        if issubclass(kind, torch.optim.Optimizer) and kind not in (torch.optim.Optimizer, torch.optim.SparseAdam):
+            make = muon if kind is torch.optim.Muon else kind
+            found[kind.__name__] = [_beside(make, sharded) for sharded in SHARDED]
+    return found
+
+
+def _beside(make: Callable[..., torch.optim.Optimizer], sharded: Pass) -> str:
+    try:
+        run = Run(make, sharded)(3)
+    except graphopt.GraphoptError as error:
+        return str(error).partition("\n")[0]
+    same = all(map(torch.equal, run.parameters(), Run(make)(3).parameters()))
+    return "equal" if same else "differs"
 
 
 def resumed() -> list[bool]:

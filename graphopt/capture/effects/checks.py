@@ -35,7 +35,9 @@ __all__ = [
     "refuse_wrapped",
     "shared_write",
     "step_hooks",
+    "takes_lists_by_elements",
     "tell_shared_outputs",
+    "works_by_elements",
 ]
 
 logger = logging.getLogger("graphopt")
@@ -306,14 +308,25 @@ def _is_own(hook: object) -> bool:
     return type(getattr(hook, "__self__", None)).__module__.startswith("graphopt.")
 
 
+def works_by_elements(node: fx.Node) -> bool:
+    """Whether a call of an update computes each element of its result from the same element of its arguments."""
+    known = isinstance(node.target, _torch.OpOverload) and torch.Tag.pointwise in node.target.tags
+    return known or schema.op_name(node) in _EACH_BY_ITSELF
+
+
+def takes_lists_by_elements(node: fx.Node) -> bool:
+    """The same for a call on lists of tensors."""
+    name = schema.op_name(node)
+    return name.startswith(("_foreach_", "_fused_")) and name not in _NORMS
+
+
 def refuse_coupling(optimizer: torch.optim.Optimizer, graph: fx.Graph) -> None:
     """Raise where the update of one element of a parameter depends on other elements: shards would then be wrong."""
     for node in graph.nodes:
         name = schema.op_name(node)
-        if not isinstance(node.target, _torch.OpOverload) or name in _EACH_BY_ITSELF or schema.is_view(node):
+        if not isinstance(node.target, _torch.OpOverload) or schema.is_view(node):
             continue
-        listed = name.startswith(("_foreach_", "_fused_")) and name not in _NORMS
-        if listed or torch.Tag.pointwise in node.target.tags:
+        if takes_lists_by_elements(node) or works_by_elements(node):
             continue
         if any(tensor.dim() > 0 for source in node.all_input_nodes for tensor in tensors_of(value_of(source))):
             raise GraphoptError(

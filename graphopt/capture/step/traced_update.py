@@ -15,7 +15,7 @@ from torch import fx, nn
 from graphopt import _torch
 from graphopt.capture.effects.checks import refuse_coupling, step_hooks
 from graphopt.capture.step.opaque import OpaqueUpdate, measure_update, stand_in, trace_opaque
-from graphopt.capture.step.update_on_shards import NotOnShardsError, holds_shard, run_on_shards
+from graphopt.capture.step.update_on_shards import NotOnShardsError, holds_shard, parameter_of, run_on_shards
 from graphopt.capture.step.update_settings import NO_SETTINGS, UpdateSettings, group_settings
 from graphopt.errors import CaptureError, GraphoptError, quoted
 from graphopt.ir.host import refuse_shortage
@@ -190,7 +190,9 @@ def _traced(tracer: _Tracer, first: bool) -> UpdateTrace | None:
 def _for_shards(
     optimizer: torch.optim.Optimizer, tracer: _Tracer, whole: _Tracer, shards: Shards, first: bool, reason: str
 ) -> UpdateTrace:
-    """The update of shards: as it is for them, or else of whole parameters, made one of shards.
+    """The update of shards: as torch's own optimizers make it of them, or else of whole parameters, made one of shards.
+
+    An optimizer of the user's may look at shapes (``if parameter.ndim == 2``), which shards do not have.
 
     Args:
         optimizer: whose update it is.
@@ -205,6 +207,11 @@ def _for_shards(
     """
     if reason:
         raise _not_sharded(optimizer, f"since its update runs in eager mode: {reason}", _LEFT_OUT)
+    advice = f"{_BY_ELEMENTS}, or {_LEFT_OUT}"
+    if not type(optimizer).step.__module__.startswith("torch.optim."):
+        update = _traced(whole, first)
+        if update is not None:
+            return _on_shards(optimizer, tracer, whole, update, shards, advice)
     try:
         found = tracer.run(first)
         refuse_coupling(optimizer, found.graph)
@@ -212,7 +219,7 @@ def _for_shards(
         refuse_shortage(error, f"the update of {type(optimizer).__name__}")
         update = _traced(whole, first)
         if update is not None:
-            return _on_shards(optimizer, tracer, whole, update, shards, f"{_BY_ELEMENTS}, or {_LEFT_OUT}")
+            return _on_shards(optimizer, tracer, whole, update, shards, advice)
         if isinstance(error, GraphoptError):
             raise
         why = f"since its update runs in eager mode: {_reason(error)}"
@@ -396,7 +403,7 @@ class _Tracer:
         places = whole.graph.find_nodes(op="placeholder")
         with self._mode:
             inputs = [
-                torch.empty_like(self._fake[_parameter_of(spec)], dtype=value.dtype)
+                torch.empty_like(self._fake[parameter_of(spec)], dtype=value.dtype)
                 if holds_shard(spec, value, wholes)
                 else _fake_like(value)
                 for spec, value in zip(whole.inputs, map(value_of, places), strict=True)
@@ -404,7 +411,7 @@ class _Tracer:
             ]
 
         def step(flat: list[Any]) -> list[Any]:
-            return run_on_shards(whole.graph, whole.inputs, flat, wholes, shards)
+            return run_on_shards(whole.graph, whole.inputs, flat, wholes, shards, whole.constants)
 
         module = _torch.trace_update(step, [*inputs, *self._rates])
         return UpdateTrace(module.graph, whole.inputs, whole.created, {}, self._shards)
@@ -533,11 +540,6 @@ class _Tracer:
 
 class _ChangingNumberError(Exception):
     """An optimizer keeps numbers in Python that change at every step, so that no static program can be its update."""
-
-
-def _parameter_of(spec: InputSpec) -> str:
-    """The parameter that an input of an update is of."""
-    return spec.target.rpartition("/")[0] if spec.role == "state" else spec.target
 
 
 def _same(value: Any, before: Any) -> bool:

@@ -19,32 +19,16 @@ import torch
 from torch import fx
 
 from graphopt import _torch
+from graphopt.capture.effects.checks import takes_lists_by_elements, works_by_elements
 from graphopt.ir.node import InputSpec, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.updates.whole_parameter import SHARD_OF_WHOLE, WHOLE_OF_SHARD
 from graphopt.ir.ops.values import is_dense
 from graphopt.rewriting.shards import Shards, holds_elements
 
-__all__ = ["NotOnShardsError", "holds_shard", "run_on_shards"]
+__all__ = ["NotOnShardsError", "holds_shard", "parameter_of", "run_on_shards"]
 
 aten = torch.ops.aten
-
-_BY_ELEMENTS = (
-    aten.clone.default,
-    aten.copy_.default,
-    aten._to_copy.default,
-    aten.detach.default,
-    aten.empty_like.default,
-    aten.fill_.Scalar,
-    aten.full_like.default,
-    aten.masked_fill_.Scalar,
-    aten.ones_like.default,
-    aten.zero_.default,
-    aten.zeros_like.default,
-)
-
-
-_COUPLED = ("_foreach_norm", "_foreach_max")
 
 
 class NotOnShardsError(Exception):
@@ -64,6 +48,11 @@ class _Shard:
     whole: torch.Tensor
 
 
+def parameter_of(spec: InputSpec) -> str:
+    """The parameter that an input of an update is, or belongs to, by name."""
+    return spec.target.rpartition("/")[0] if spec.role == "state" else spec.target
+
+
 def holds_shard(spec: InputSpec, value: Any, parameters: Mapping[str, torch.Tensor]) -> bool:
     """Whether an input of an update has the elements of a parameter.
 
@@ -73,8 +62,7 @@ def holds_shard(spec: InputSpec, value: Any, parameters: Mapping[str, torch.Tens
         parameters: by name.
     """
     if spec.role == "state":
-        name, _, key = spec.target.rpartition("/")
-        return holds_elements(key, value, parameters[name])
+        return holds_elements(spec.target.rpartition("/")[2], value, parameters[parameter_of(spec)])
     return spec.role in ("parameter", "gradient")
 
 
@@ -84,6 +72,7 @@ def run_on_shards(
     flat: Sequence[Any],
     wholes: Mapping[str, torch.Tensor],
     shards: Shards,
+    constants: Mapping[str, torch.Tensor],
 ) -> list[Any]:
     """Make the calls of a traced update on shards; what is given may be traced meanwhile.
 
@@ -93,6 +82,7 @@ def run_on_shards(
         flat: the inputs, in the same order: shards of what has the elements of a parameter, flat or as rows.
         wholes: the whole parameters, by name; without data.
         shards: this rank's part of each.
+        constants: what the update makes of Python numbers, by the name under which the graph gets it.
 
     Returns:
         the state that the update creates, in the graph's order: shards of what has the elements of a parameter.
@@ -100,7 +90,7 @@ def run_on_shards(
     Raises:
         NotOnShardsError: saying which call of the update is in the way.
     """
-    return _Run(shards).run(graph, specs, flat, wholes)
+    return _Run(shards).run(graph, specs, flat, wholes, constants)
 
 
 class _Run:
@@ -120,7 +110,12 @@ class _Run:
         """What lists of shards are shards of."""
 
     def run(
-        self, graph: fx.Graph, specs: Sequence[InputSpec], flat: Sequence[Any], wholes: Mapping[str, torch.Tensor]
+        self,
+        graph: fx.Graph,
+        specs: Sequence[InputSpec],
+        flat: Sequence[Any],
+        wholes: Mapping[str, torch.Tensor],
+        constants: Mapping[str, torch.Tensor],
     ) -> list[Any]:
         placeholders = graph.find_nodes(op="placeholder")
         for node, spec, given in zip(placeholders, specs, flat, strict=True):
@@ -129,19 +124,24 @@ class _Run:
             if isinstance(whole, torch.Tensor):
                 self._lasting.add(_torch.storage_key(whole))
             if holds_shard(spec, whole, wholes):
-                self._cut[node] = _Shard(spec.target.rpartition("/")[0] if spec.role == "state" else spec.target, whole)
+                self._cut[node] = _Shard(parameter_of(spec), whole)
                 self._sizes[self._cut[node].parameter] = list(given.shape)
         for node in graph.nodes:
             if node.op == "call_function":
                 self._call(node)
             elif node.op == "get_attr":
-                raise NotOnShardsError("it makes tensors of Python numbers")
+                self._values[node] = self._number(constants[str(node.target)])
         (output,) = graph.find_nodes(op="output")
         created = schema.nodes_in(output.args[0])
         for node in created:
             if node in self._of:
                 raise NotOnShardsError("it keeps whole tensors as its state")
         return [self._values[node] for node in created]
+
+    def _number(self, constant: torch.Tensor) -> torch.Tensor:
+        if constant.dim():
+            raise NotOnShardsError("it makes tensors of Python numbers")
+        return torch.full((), constant.item(), dtype=constant.dtype, device=constant.device)
 
     def _call(self, node: fx.Node) -> None:
         if self._on_lists(node):
@@ -198,8 +198,7 @@ class _Run:
 
     def _pairs_shards(self, node: fx.Node, lists: Sequence[Any]) -> bool:
         """Whether a call takes lists, by elements, and at each place of them shards of one parameter, or numbers."""
-        name = schema.op_name(node)
-        if not name.startswith(("_foreach_", "_fused_")) or name in _COUPLED or not lists:
+        if not takes_lists_by_elements(node) or not lists:
             return False
         if self._apart_with_elements(node) or any(source in self._of for source in node.all_input_nodes):
             return False
@@ -215,8 +214,7 @@ class _Run:
         """Whether a call can be made on shards: by elements, of tensors that have the same elements in one order."""
         if self._apart_with_elements(node):
             return False
-        target = node.target
-        known = isinstance(target, _torch.OpOverload) and (torch.Tag.pointwise in target.tags or target in _BY_ELEMENTS)
+        known = works_by_elements(node) or node.target is aten.detach.default
         if not known or any(isinstance(argument, (list, tuple)) for argument in node.args):
             return False
         first = self._cut[cut[0]]
