@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from graphopt.errors import GraphoptError
+from graphopt.ir.node import value_of
 from graphopt.ir.program import Program
 from graphopt.ir.words.written_units import format_bytes
 from graphopt.rewriting.distributed.dense.remove_all_reduce import remove_buffer_averages
@@ -20,7 +20,7 @@ from graphopt.rewriting.distributed.local_steps import (
     average_updated,
     keep_gradients_local,
 )
-from graphopt.rewriting.distributed.outer_step import OuterSettings, OuterStep
+from graphopt.rewriting.distributed.outer_step import OuterSettings, OuterStep, common_parameter
 from graphopt.rewriting.distributed.parameter_average import updated_parameters
 from graphopt.rewriting.pass_ import Changed, Numerics, PassStage
 from graphopt.rewriting.training_pass import Clock, TrainingPass
@@ -29,7 +29,6 @@ __all__ = ["DiLoCo"]
 
 _BITS = (32, 16, 8, 4)
 
-_TRAINED = "diloco/trained"
 
 _ARRIVES = " arrives"
 """How the form of a program ends in which an exchange that began in an earlier run ends."""
@@ -192,11 +191,14 @@ class DiLoCo(TrainingPass):
         Raises:
             GraphoptError: saying so.
         """
-        names = sorted(updated_parameters(program))
-        seen = float(zlib.crc32("\n".join(names).encode()))
-        if self.delay and program.context.step.numbers.setdefault(_TRAINED, seen) != seen:
+        trained, there = updated_parameters(program), program.context.step.there
+        if not self.delay or there is None:
+            return
+        targets = {spec.target for _, spec in program.inputs_of("parameter")}
+        before = {name for name in targets if there("pass_state", common_parameter(self.name, name))}
+        if before and before != {name for name, node in trained.items() if value_of(node).numel()}:
             raise GraphoptError(
-                f"diloco: other parameters are trained than before ({len(names)} now), and with delay={self.delay} "
+                f"diloco: other parameters are trained than before ({len(trained)} now), and with delay={self.delay} "
                 "an exchange of those may be under way: give delay=0, or make a new step behind step.synchronize()"
             )
 

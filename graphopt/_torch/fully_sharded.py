@@ -72,6 +72,26 @@ class ShardedParameter:
         """A ``DTensor`` like the user's of another tensor of the shard's shape."""
         return self.handle.to_sharded_dtensor(local)
 
+    @property
+    def whole_gradient(self) -> torch.Tensor | None:
+        """The sum of whole gradients that wait for the backward that reduces them."""
+        waits: torch.Tensor | None = self.handle.unsharded_accumulated_grad
+        if waits is None and hasattr(self.handle, "_unsharded_param"):  # where FSDP2 adds up in the parameter's dtype
+            waits = self.handle._unsharded_param.grad
+        return waits
+
+    def put_whole_gradient(self, waits: torch.Tensor | None) -> None:
+        """Let another sum wait, or none."""
+        self.handle.unsharded_accumulated_grad = waits
+        if hasattr(self.handle, "_unsharded_param"):
+            self.handle._unsharded_param.grad = None
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """Of its whole gradient."""
+        own: torch.dtype = self.dtype or self.handle.orig_dtype
+        return own
+
 
 @dataclass(frozen=True, eq=False)
 class ShardedGroup:
@@ -113,7 +133,12 @@ class ShardedGroup:
     @property
     def reduces(self) -> bool:
         """Whether gradients are reduced at the next backward (``set_requires_gradient_sync``)."""
-        return bool(self.handle.reduce_grads and self.handle.all_reduce_grads)
+        return bool(self.handle.reduce_grads)
+
+    @property
+    def reduces_replicas(self) -> bool:
+        """Whether they are reduced over replicas then too (``set_requires_all_reduce``)."""
+        return bool(self.handle.all_reduce_grads)
 
     def free_whole(self) -> None:
         """Free whole parameters that a call which FSDP2 has run has left, as evaluation leaves those of the root."""

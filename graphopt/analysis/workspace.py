@@ -260,10 +260,21 @@ A matrix exponential takes the longer series for large norms, and squares behind
 
 def _filled(node: fx.Node) -> Fill:
     """What makes the arguments that a call is measured on: zeros, but for ops that allocate more for others."""
-    number = _MOST.get(schema.op_name(node)) if isinstance(node.target, _torch.OpOverload) else None
-    if number is None:
+    name = schema.op_name(node) if isinstance(node.target, _torch.OpOverload) else ""
+    if name == "_grouped_mm":  # of groups that zeros would leave empty; no group takes more than one with all rows
+        rows = _rows_of_groups(node)
+        return lambda count, dtype, device: torch.full(
+            (count,), 0 if dtype.is_floating_point else rows, dtype=dtype, device=device
+        )
+    if name not in _MOST:
         return _zeros
-    return lambda count, dtype, device: torch.full((count,), number, dtype=dtype, device=device)
+    return lambda count, dtype, device: torch.full((count,), _MOST[name], dtype=dtype, device=device)
+
+
+def _rows_of_groups(node: fx.Node) -> int:
+    """How many rows, or columns, a product of matrices group by group divides into groups."""
+    one, other = (value_of(matrix).shape for matrix in node.all_input_nodes[:2])
+    return int(other[-1] if len(one) == 3 else one[-1] if len(other) == 2 else one[0])
 
 
 def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

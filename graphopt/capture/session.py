@@ -56,6 +56,7 @@ from graphopt.ir.graphs.graph_copies import is_unchanged
 from graphopt.ir.host import shortage_named
 from graphopt.ir.ops.communication.groups import find_group
 from graphopt.ir.program import Program
+from graphopt.rewriting.distributed.sharding.accumulated_gradients import accumulate_whole_gradients
 from graphopt.rewriting.distributed.sharding.whole_updates import divide_whole_updates
 from graphopt.rewriting.memory.recompute.gathered_parameters import (
     free_whole_parameters,
@@ -411,6 +412,7 @@ class CaptureSession:
         lowered = self.joint.program
         if self._distributed is not None:
             gather_by_own_op(lowered)
+        accumulate_whole_gradients(lowered)
         free_whole_parameters(lowered)
         reduce_in_place(lowered)
         if self.optimizer is not None:

@@ -129,7 +129,7 @@ def compile_joint(
     runner: Runner[CompiledJoint],
     session: CaptureSession,
     capture: Capture,
-    before_backward: Callable[[], None] | None = None,
+    before_backward: Callable[[frozenset[str]], None] | None = None,
 ) -> CompiledJoint:
     """Compile what passes made of a capture of a model that is not a whole step.
 
@@ -137,7 +137,7 @@ def compile_joint(
         runner: whose options and pass state count.
         session: the capture, lowered to its joint program.
         capture: the same with its passes.
-        before_backward: called whenever backward is about to run.
+        before_backward: called whenever backward is about to run, with the names of the tangents that do not come.
     """
     program, joint = capture.rewritten.program, session.joint
     assert joint is not None
@@ -163,7 +163,7 @@ def _compile(
     program: Program,
     joint: JointCapture,
     missing: MissingGradients,
-    before_backward: Callable[[], None] | None,
+    before_backward: Callable[[frozenset[str]], None] | None,
 ) -> tuple[fx.GraphModule, fx.GraphModule, Callable[..., Any]]:
     """The two halves of a joint program, and the function that autograd differentiates by them."""
     backend = runner.options.backend
@@ -186,7 +186,7 @@ def _compile(
             run = run_pruned(module, missing.names, missing.missing, compiled, takes_none=backend == "eager")
         else:
             run = compiled(module)
-        return _before_backward(run, before_backward, program.title, len(tangents))
+        return _before_backward(run, before_backward, program.title, len(tangents), missing)
 
     tangents = [node.name for node, _ in program.inputs_of("tangent")]
     function = joint.trace.compile(
@@ -199,12 +199,14 @@ def _compile(
     return forward, backward, function
 
 
-def _before_backward(run: Boxed, tell: Callable[[], None] | None, title: str, tangents: int) -> Boxed:
+def _before_backward(
+    run: Boxed, tell: Callable[[frozenset[str]], None] | None, title: str, tangents: int, missing: MissingGradients
+) -> Boxed:
     """Backward, whose last arguments are gradients, with what is told before it; each of these has to be one tensor."""
 
     def call(args: list[Any]) -> Any:
         if tell is not None:
-            tell()
+            tell(missing.missing(ask_again=True) if missing.needed else frozenset())
         if any(map(_torch.is_batched, args[len(args) - tangents :])):
             raise CaptureError(_BATCHED.format(title))
         try:

@@ -44,6 +44,28 @@ def test_orthogonal_parametrizations_are_bounded() -> None:
     assert measured <= predicted
 
 
+class Grouped(nn.Module):
+    """Products of rows with the matrix of their group, between casts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 4 * 16 * 48).view(4, 16, 48))
+        self.register_buffer("ends", torch.tensor([24, 48, 72, 96], dtype=torch.int32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch._grouped_mm(x.bfloat16(), self.weight.bfloat16(), offs=self.ends).float().square().mean()
+
+
+@pytest.mark.parametrize("ends", [[24, 48, 72, 96], [96, 96, 96, 96], [0, 90, 96, 96]])
+def test_products_by_groups_are_bounded_for_all_sizes_of_groups(ends: list[int]) -> None:
+    model = Grouped()
+    model.ends.copy_(torch.tensor(ends))  # type: ignore[operator, arg-type]
+    predicted, measured = predicted_and_measured(model, torch.ones(96, 16))
+    assert measured <= predicted
+    if 96 in ends[:1]:
+        assert measured == predicted  # one group with all rows takes what is said
+
+
 SCATTERS = {
     "slice": lambda v: torch.slice_scatter(v, v[:2] * 2, 0, 0, 2),
     "select": lambda v: torch.select_scatter(v, v[0] * 2, 0, 1),

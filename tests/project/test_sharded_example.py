@@ -58,4 +58,6 @@ def test_a_model_after_fully_shard_trains_alike_within_a_budget() -> None:
     assert verdict == "Losses and parameters are equal in all ways, to the last bit"
     sizes = {line[:22].strip(): float(line[22:].split(" MB")[0]) for line in ways}
     assert list(sizes) == ["FSDP2", "FSDP2, checkpointing", "optimize", "FitMemory('80%')"]
-    assert sizes["FitMemory('80%')"] < sizes["optimize"] <= sizes["FSDP2"]
+    # a gather is under way beside the computation, which FSDP2 does on devices with streams only
+    assert sizes["FitMemory('80%')"] < sizes["FSDP2"]
+    assert sizes["FitMemory('80%')"] < sizes["optimize"] <= 1.05 * sizes["FSDP2"]

@@ -65,6 +65,7 @@ class Case:
         dropout: of the blocks; on a CPU eager mode rounds it otherwise in half precision than a trace does.
         checkpoint: where a wrapper for activation checkpointing is: ``inside`` or ``outside`` of ``fully_shard``.
         backwards: how many are accumulated for an update.
+        waits: whether gradients are reduced in the last of them only.
         policy: for mixed precision, of the blocks and of the whole.
         mesh: in two dimensions, replicated and sharded.
         together: whether the last block and the head were given to one ``fully_shard``.
@@ -80,6 +81,7 @@ class Case:
     dropout: float = 0.1
     checkpoint: str = ""
     backwards: int = 1
+    waits: bool = False
     policy: tuple[MixedPrecisionPolicy, MixedPrecisionPolicy] | None = None
     mesh: tuple[int, int] | None = None
     together: bool = False
@@ -102,6 +104,7 @@ CASES = {
     "bfloat16, whole parameters stay": Case(
         dropout=0.0, policy=_half(output_dtype=torch.float32), options={"reshard_after_forward": False}
     ),
+    "gradients wait, bfloat16": Case(backwards=3, waits=True, dropout=0.0, policy=_half()),
     "optimized before, checkpoint outside, frozen": Case(
         frozen=True, late=True, checkpoint="outside", passes="fit-memory{budget=90%}"
     ),
@@ -117,6 +120,11 @@ MORE_CASES = {
     "float32": Case(),
     "FitMemory, frozen": Case(frozen=True, passes="fit-memory{budget=85%}"),
     "accumulated": Case(backwards=2),
+    "gradients wait": Case(backwards=2, waits=True),
+    "gradients wait, FitMemory, tied, frozen": Case(
+        backwards=3, waits=True, width=5, tied=True, frozen=True, passes="fit-memory{budget=90%}"
+    ),
+    "gradients wait, two modules together": Case(backwards=2, waits=True, together=True),
     "two modules together": Case(together=True, passes="fit-memory{budget=90%}"),
     "two modules together, bfloat16": Case(together=True, dropout=0.0, policy=_half(output_dtype=torch.float32)),
     "bfloat16, rows that ranks do not divide": Case(width=5, dropout=0.0, policy=_half()),
@@ -191,6 +199,7 @@ def far_apart(
 
     for number in range(updates * case.backwards):
         last = (number + 1) % case.backwards == 0
+        _let_wait(case, last, theirs, ours)
         torch.manual_seed(10 * number + dist.get_rank())
         loss = whole_loss(theirs, x, y)
         (loss / case.backwards if step else loss).backward()
@@ -200,10 +209,7 @@ def far_apart(
         else:
             other = whole_loss(ours, x, y)
             other.backward()
-            pairs = [(p.grad, q.grad) for p, q in zip(theirs.parameters(), ours.parameters(), strict=True)]
-            assert all((a is None) == (b is None) for a, b in pairs)
-            there = [pair for pair in pairs if pair[0] is not None]
-            compare("gradients", *zip(*there, strict=True))
+            compare("gradients", *_gradients(theirs, ours))
         compare("loss", [loss.detach()], [other.detach()])
         if last:
             for optimizer in optimizers[: 1 if step else 2]:
@@ -223,6 +229,18 @@ def far_apart(
         "records": [str(record.name) for record in records],
         "lower": all(record.peak_after <= record.peak_before for record in records),
     }
+
+
+def _let_wait(case: Case, last: bool, *models: Any) -> None:
+    for model in models if case.waits else ():
+        model.set_requires_gradient_sync(last)
+
+
+def _gradients(theirs: nn.Module, ours: nn.Module) -> tuple[list[Any], list[Any]]:
+    """The gradients of both, which the same parameters have."""
+    pairs = [(p.grad, q.grad) for p, q in zip(theirs.parameters(), ours.parameters(), strict=True)]
+    assert all((a is None) == (b is None) for a, b in pairs)
+    return [a for a, _ in pairs if a is not None], [b for _, b in pairs if b is not None]
 
 
 def by_mesh(model: nn.Module) -> list[dict[str, Any]]:

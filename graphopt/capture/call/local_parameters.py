@@ -7,7 +7,7 @@ an optimizer of a whole step holds these too, and state of theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -134,15 +134,19 @@ class LocalParameters:
         _replace(optimizer.state, restored)
 
     def connected(
-        self, tensors: Sequence[torch.Tensor], placements: Mapping[str, Sequence[Any]] | None = None
+        self,
+        tensors: Sequence[torch.Tensor],
+        placements: Mapping[str, Sequence[Any]] | None = None,
+        without: Container[int] = (),
     ) -> list[torch.Tensor]:
         """Tensors of a call, with the user's own in place of parts, so that these get the gradients.
 
         Args:
             tensors: of a call.
             placements: by the name of a parameter those of its gradient, where they are not its own.
+            without: the ids of parts whose tensors get no gradient, not even one of zeros.
         """
-        users = {id(part): each for each, part in self._parts.items()}
+        users = {id(part): each for each, part in self._parts.items() if id(part) not in without}
         placed = placements or {}
         return [
             _torch.gradient_like(users[id(tensor)].tensor, placed.get(users[id(tensor)].path))

@@ -16,6 +16,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ from graphopt.capture.call.tensor_parallel_form import DistributedInputs, trace_
 from graphopt.errors import CaptureError
 from graphopt.ir.ops.communication.collectives import REDUCE_SCATTER, WAIT, gather_shards
 from graphopt.ir.ops.communication.groups import find_group
+from graphopt.ir.ops.communication.unreduced_gradient import ACCUMULATED_GRADIENT, NOT_REDUCED
+from graphopt.ir.program import Program
+from graphopt.rewriting.distributed.sharding.accumulated_gradients import sum_of_gradients
 from graphopt.rewriting.shards import WholeParameter, piece_of
 
 __all__ = ["FullySharded", "is_as_shards", "is_fully_sharded", "shard_hooks"]
@@ -39,6 +43,29 @@ logger = logging.getLogger("graphopt")
 def is_fully_sharded(model: object) -> bool:
     """Whether ``fully_shard`` was given this module itself."""
     return any(cls.__name__ == "FSDPModule" and cls.__module__.startswith("torch.") for cls in type(model).__mro__)
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """What a backward does with the gradients of a group's whole parameters.
+
+    Attributes:
+        reduces: whether ranks reduce them; else they are added up on each rank for a later backward.
+        waiting: the names of those of which there is such a sum, where they are reduced.
+    """
+
+    reduces: bool = True
+    waiting: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, group: _torch.ShardedGroup) -> Accumulation:
+        """What the next backward of a group does."""
+        if not group.reduces:
+            return cls(False)
+        return cls(True, frozenset(p.path for p in group.parameters if p.whole_gradient is not None))
+
+
+_AT_ONCE = Accumulation()
 
 
 class ShardHook:
@@ -66,6 +93,11 @@ class _Run:
         self._gathers = [_Gather(group) for group in module.groups]
         self._inside = inside
         self._waiting: set[nn.Module] = set()
+
+    @property
+    def gathers(self) -> list[_Gather]:
+        """Of the groups of the module, in order."""
+        return self._gathers
 
     def begin(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather parameters before the call of a module, where they are not gathered yet."""
@@ -134,14 +166,18 @@ class _Gather:
     """The gather of one group, and what stands in the modules meanwhile."""
 
     def __init__(self, group: _torch.ShardedGroup) -> None:
+        self.accumulation = _AT_ONCE
         self._group = group
-        self._function = _function(group)
+        self._functions: dict[Accumulation, type[torch.autograd.Function]] = {}
         self._shards: list[nn.Parameter] = []
 
     def put_whole(self) -> None:
         parameters = self._group.parameters
         self._shards = [module._parameters[name] for module, name in (p.places[0] for p in parameters)]  # type: ignore[misc]
-        whole = _torch.apply_function(self._function, *self._shards)
+        function = self._functions.get(self.accumulation)
+        if function is None:
+            function = self._functions[self.accumulation] = _function(self._group, self.accumulation)
+        whole = _torch.apply_function(function, *self._shards)
         for parameter, gathered in zip(parameters, whole, strict=True):
             spec = parameter.whole_spec
             tensor = gathered
@@ -157,18 +193,26 @@ class _Gather:
         self._shards = []
 
 
-def _function(group: _torch.ShardedGroup) -> type[torch.autograd.Function]:
+def _function(group: _torch.ShardedGroup, accumulation: Accumulation) -> type[torch.autograd.Function]:
     """The autograd function of a group, under a name of its own, by which a program keeps it."""
 
     class Gather(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
             ctx.set_materialize_grads(False)
+            if accumulation != _AT_ONCE:
+                ctx.save_for_backward(*shards)
             return _gathered(group, shards)
 
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-            return _reduced(group, gradients)
+            if accumulation == _AT_ONCE:
+                return _reduced(group, gradients)
+            sums = _summed(group, ctx.saved_tensors, gradients, accumulation)
+            if accumulation.reduces:
+                return _reduced(group, sums)
+            pairs = zip(sums, ctx.saved_tensors, strict=True)
+            return tuple(None if total is None else NOT_REDUCED(total, shard) for total, shard in pairs)
 
     Gather.__name__ = Gather.__qualname__ = f"gather_{group.path or 'root'}".replace(".", "_").replace(", ", "_")
     return Gather
@@ -218,6 +262,23 @@ def _reduced(group: _torch.ShardedGroup, gradients: Sequence[torch.Tensor | None
     return tuple(results)
 
 
+def _summed(
+    group: _torch.ShardedGroup,
+    shards: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None],
+    accumulation: Accumulation,
+) -> list[torch.Tensor | None]:
+    """The sums of whole gradients with those of this backward, in the dtypes that FSDP2 adds them up in."""
+    sums: list[torch.Tensor | None] = []
+    for parameter, shard, gradient in zip(group.parameters, shards, gradients, strict=True):
+        dtype = group.reduce_dtype or parameter.gradient_dtype
+        if parameter.path in accumulation.waiting or (gradient is not None and not accumulation.reduces):
+            sums.append(ACCUMULATED_GRADIENT(gradient, shard, parameter.size, dtype))
+        else:
+            sums.append(None if gradient is None else _as(gradient, dtype))
+    return sums
+
+
 def _as(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return tensor if dtype is None or tensor.dtype == dtype else aten._to_copy.default(tensor, dtype=dtype)
 
@@ -233,6 +294,7 @@ class FullySharded:
         model: that ``fully_shard`` was given as a whole, and whose parameters are there.
 
     Attributes:
+        title: the model's class, for people.
         groups: the parameters that are gathered together.
         inputs: of calls that are distributed tensors.
 
@@ -241,14 +303,15 @@ class FullySharded:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._title = type(model).__name__
+        self.title = type(model).__name__
         self._told = False
-        self.inputs = DistributedInputs(self._title)
+        self.inputs = DistributedInputs(self.title)
         self._modules = _torch.sharded_modules(model)
         root, *others = self._modules
         inside = [_Run(module, ()) for module in others]
         self._runs = [_Run(root, inside), *inside]
-        self._hooks = [(_Before(run), _Behind(run)) for run in self._runs]
+        self._gathers = [gather for run in self._runs for gather in run.gathers]
+        self._hooks: dict[tuple[Accumulation, ...], list[tuple[_Before, _Behind]]] = {}
         self.groups = [group for module in self._modules for group in module.groups]
         self._shards = LocalParameters([parameter for group in self.groups for parameter in group.parameters])
 
@@ -293,17 +356,16 @@ class FullySharded:
         Args:
             optimizer: of a whole step, which then holds shards too, and state of these.
         """
-        if not self._told and not all(group.reduces for group in self.groups):
-            self._told = True
-            logger.warning(
-                "%s: set_requires_gradient_sync(False) has no effect on a program, which reduces gradients in each "
-                "backward: their sums are the same within rounding, and no whole gradients wait for the last backward",
-                self._title,
-            )
-        for group in self.groups:
+        adds_up = optimizer is None and not self.is_tensor_parallel
+        self._tell_of_settings(adds_up)
+        for group, gather in zip(self.groups, self._gathers, strict=True):
+            gather.accumulation = Accumulation.of(group) if adds_up else _AT_ONCE
             group.free_whole()
+        accumulations = self.accumulations
+        if accumulations not in self._hooks:  # others for another program, which guards tell from this one by them
+            self._hooks[accumulations] = [(_Before(run), _Behind(run)) for run in self._runs]
         with ExitStack() as stack:
-            for module, hooks in zip(self._modules, self._hooks, strict=True):
+            for module, hooks in zip(self._modules, self._hooks[accumulations], strict=True):
                 stack.enter_context(module.hooks(*hooks))
             stack.enter_context(self._shards.in_place(optimizer))
             for run in self._runs:
@@ -311,6 +373,53 @@ class FullySharded:
             distributed = [p for group in self.groups for p in group.parameters if p.whole_spec is not None]
             trace_as_one(self, map(self._shards.part, distributed))
             yield
+
+    def _tell_of_settings(self, adds_up: bool) -> None:
+        """Warn, once, of what FSDP2 leaves for a later backward and a program does in each."""
+        early = [] if adds_up or all(group.reduces for group in self.groups) else ["set_requires_gradient_sync(False)"]
+        if any(group.reduces and not group.reduces_replicas for group in self.groups):
+            early.append("set_requires_all_reduce(False)")
+        if early and not self._told:
+            self._told = True
+            logger.warning(
+                "%s: %s has no effect on %s, which reduces gradients in each backward: their sums are the same within "
+                "rounding, and no whole gradients wait for the last backward",
+                self.title,
+                " and ".join(early),
+                "a program" if adds_up else "a whole step or a model with tensor parallelism",
+            )
+
+    @property
+    def accumulations(self) -> tuple[Accumulation, ...]:
+        """What the backward of the call that was looked at last does with the gradients of each group."""
+        return tuple(gather.accumulation for gather in self._gathers)
+
+    @property
+    def reduces(self) -> list[bool]:
+        """Whether FSDP2 would reduce the gradients of each group at a backward now."""
+        return [group.reduces for group in self.groups]
+
+    def reduced_by(self, accumulations: Sequence[Accumulation]) -> set[_torch.ShardedParameter]:
+        """The parameters whose gradients a backward reduces.
+
+        Args:
+            accumulations: what it does with the gradients of each group.
+        """
+        pairs = zip(self.groups, accumulations, strict=True)
+        return {parameter for group, each in pairs if each.reduces for parameter in group.parameters}
+
+    def sums(self, program: Program, tensors: Mapping[str, torch.Tensor]) -> list[tuple[_torch.ShardedParameter, str]]:
+        """The parameters of which a program adds up whole gradients, each with the name of the state that is the sum.
+
+        Args:
+            program: of a call of the model.
+            tensors: the model's by name, while it is as a program sees it.
+        """
+        of_part = {id(self._shards.part(p)): p for group in self.groups for p in group.parameters}
+        targets = {name: sum_of_gradients(name) for name, tensor in tensors.items() if id(tensor) in of_part}
+        return [
+            (of_part[id(tensors[name])], target) for name, target in targets.items() if target in program.pass_state
+        ]
 
     def take_over(self, known: FullySharded) -> None:
         """Go on with what programs are of that an earlier form of the model was for."""
@@ -320,5 +429,11 @@ class FullySharded:
         """No shard is made a distributed tensor before it is gathered."""
 
     def connected(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """See ``LocalParameters``."""
-        return self._shards.connected(tensors)
+        """See ``LocalParameters``; shards that get no gradient in this call stay what they are."""
+        without = {
+            id(self._shards.part(parameter))
+            for group, accumulation in zip(self.groups, self.accumulations, strict=True)
+            if not accumulation.reduces
+            for parameter in group.parameters
+        }
+        return self._shards.connected(tensors, without=without)

@@ -40,7 +40,7 @@ from graphopt.rewriting.distributed.dense.buckets import Item, pack
 from graphopt.rewriting.distributed.parameter_average import behind_update, updated_parameters
 from graphopt.rewriting.distributed.sparse.sparse_exchange import entries
 
-__all__ = ["OUTER_BUCKET", "OuterSettings", "OuterStep", "fragments_of", "sent_bytes"]
+__all__ = ["OUTER_BUCKET", "OuterSettings", "OuterStep", "common_parameter", "fragments_of", "sent_bytes"]
 
 aten = torch.ops.aten
 
@@ -72,6 +72,11 @@ class OuterSettings:
     sparsity: float
     error_decay: float
     delayed: bool
+
+
+def common_parameter(origin: str, name: str) -> str:
+    """The name of the state that a pass has of a parameter as all ranks had it at its last outer step."""
+    return f"{origin}/global/{name}"
 
 
 def fragments_of(sizes: Sequence[tuple[str, int]], number: int) -> list[list[str]]:
@@ -202,7 +207,7 @@ class OuterStep:
         """The parameter as all ranks had it at its last outer step."""
         value = value_of(self._parameters[name])
         state = PassState(tuple(value.shape), value.dtype, value.device, source=name)
-        return self._program.add_state(f"{self._origin}/global/{name}", state)
+        return self._program.add_state(common_parameter(self._origin, name), state)
 
     def _momentum(self, name: str) -> fx.Node | None:
         """The momentum of the outer step."""

@@ -94,6 +94,8 @@ class _Pruning:
     def prune(self) -> None:
         """Do so; calls that write over an operand are looked at as if they made a new tensor, and do so where not."""
         overwritten = {node: schema.mutated_inputs(node)[0] for node in self.graph.nodes if node.target in FUNCTIONAL}
+        # what stays from one run to the next is to be written to
+        overwritten = {node: operand for node, operand in overwritten.items() if base_of(operand).op != "get_attr"}
         for node in overwritten:
             as_functional(node)
         for node in list(self.graph.nodes):

@@ -271,10 +271,13 @@ class _Maker:
             runner.prepare(capture.rewritten, plain)
         runner.make_ready(program)
         started = time.perf_counter()
-        compiled = compile_joint(runner, session, capture)
+        sharded, begins = self.owner.sharded, None
+        if sharded is not None:
+            begins = sharded.before_backward(program, session.tensors(), runner.store)
+        compiled = compile_joint(runner, session, capture, before_backward=begins)
         parameters: dict[str, Any] = dict(plain.named_parameters())
-        if self.owner.sharded is not None:
-            parameters |= self.owner.sharded.users
+        if sharded is not None:
+            parameters |= sharded.users
         runner.tell_hooks(type(plain).__name__, parameters, some_missing=compiled.tangents.needed)
         capture.rewritten.compiling = time.perf_counter() - started if self.owner.options.backend != "eager" else 0.0
         tell_seconds(capture.rewritten, first=runner.announce(capture))

@@ -6,6 +6,7 @@ do nothing; in eval mode and without gradients they act as always, and a call th
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,11 +20,16 @@ from graphopt.capture.call.sharded_form import FullySharded, is_fully_sharded, s
 from graphopt.capture.call.tensor_parallel_form import TensorParallel, has_distributed_tensors
 from graphopt.capture.effects.side_effects import CAPTURE_LOCK, refuse_parameter_hooks
 from graphopt.errors import CaptureError, PipelineError
+from graphopt.ir.program import Program
+from graphopt.rewriting.distributed.sharding.accumulated_gradients import tangents_of_sums
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.shards import WholeParameter, whole_parameters
 from graphopt.runtime.drop_in.wrapped import refuse_beside_sharding
+from graphopt.runtime.state.state_store import StateStore
 
 __all__ = ["FullyShardedCalls", "ShardedCalls", "ShardedSteps", "is_sharded"]
+
+logger = logging.getLogger("graphopt")
 
 Form = FullySharded | TensorParallel
 
@@ -91,6 +97,47 @@ class _Around:
         return self.own(module, *args)
 
 
+class _WholeGradients:
+    """Sums of whole gradients, which FSDP2 and the programs of a model have in common; called before a backward.
+
+    Args:
+        form: of the model, as it is for the program of that backward.
+        sums: the parameters, each with the tensor that the program adds up in, and the tangents it has gradients of.
+    """
+
+    def __init__(
+        self, form: FullySharded, sums: Sequence[tuple[_torch.ShardedParameter, torch.Tensor, frozenset[str]]]
+    ) -> None:
+        self._form, self._sums = form, sums
+        self._accumulations = form.accumulations
+        self._told = False
+
+    def __call__(self, missing: frozenset[str]) -> None:
+        """Go on with the sums that wait, where the calls before ended, in a program or in FSDP2's own backward.
+
+        Args:
+            missing: the tangents that do not come.
+        """
+        if not self._told and self._form.reduces != [each.reduces for each in self._accumulations]:
+            self._told = True
+            logger.warning(
+                "%s: set_requires_gradient_sync was called between forward and backward; a program has in backward "
+                "what held at the call of forward",
+                self._form.title,
+            )
+        reduced = self._form.reduced_by(self._accumulations)
+        for parameter, total, tangents in self._sums:
+            waits = parameter.whole_gradient
+            if waits is None:
+                total.zero_()
+            elif waits is not total:
+                total.copy_(waits)
+            if parameter in reduced:
+                parameter.put_whole_gradient(None)
+            elif waits is not None or tangents - missing:
+                parameter.put_whole_gradient(total)
+
+
 class ShardedCalls:
     """What calls of an optimized model whose parameters are distributed tensors need beside its captures.
 
@@ -123,6 +170,24 @@ class ShardedCalls:
         """See ``LocalParameters``."""
         assert self._form is not None
         return self._form.connected(tensors)
+
+    def before_backward(
+        self, program: Program, tensors: Mapping[str, torch.Tensor], store: StateStore
+    ) -> Callable[[frozenset[str]], None] | None:
+        """What runs before each backward of a program that adds up whole gradients; None for others.
+
+        Args:
+            program: compiled for a call of the model as it is now.
+            tensors: the model's by name, while ``as_shards`` lasts.
+            store: has the tensors of what the program keeps.
+        """
+        form = self._form
+        if not isinstance(form, FullySharded) or not (sums := form.sums(program, tensors)):
+            return None
+        reach = tangents_of_sums(program)
+        return _WholeGradients(
+            form, [(parameter, store[target], reach.get(target, frozenset())) for parameter, target in sums]
+        )
 
     @property
     def users(self) -> dict[str, torch.Tensor]:

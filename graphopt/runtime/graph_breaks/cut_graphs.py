@@ -339,7 +339,7 @@ class CutGraphs:
         module = session.model
         assert isinstance(module, GraphPart)
         cut = cut_of(module)
-        compiled = compile_joint(self._runner, session, capture, before_backward=lambda: self.owner.goes_back(graph))
+        compiled = compile_joint(self._runner, session, capture, before_backward=lambda _: self.owner.goes_back(graph))
         fetch: list[Callable[[tuple[Any, ...]], Any]] = []
         for spec, get in zip(session.joint.inputs, compiled.inputs, strict=True):
             fetch.append(_constant(get()) if spec.role == "constant" else _argument(cut.places[spec.target]))

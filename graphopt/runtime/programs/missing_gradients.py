@@ -19,6 +19,7 @@ from graphopt import _torch
 from graphopt.ir.gradients import base_of
 from graphopt.ir.ops import schema
 from graphopt.ir.program import Program
+from graphopt.rewriting.distributed.sharding.accumulated_gradients import gradients_before_reduction, sum_of_gradients
 
 __all__ = ["MissingGradients"]
 
@@ -69,11 +70,13 @@ class MissingGradients:
         for node in program.graph.nodes:
             if node.op == "call_function":
                 reach[node] = frozenset().union(*(reach.get(source, frozenset()) for source in node.all_input_nodes))
+        alone = gradients_before_reduction(program)  # those beside them in the same exchange are of other outputs
         gradients = {
-            spec.target: reach.get(value, frozenset())
+            spec.target: reach.get(alone.get(value, value), frozenset())
             for value, spec in program.outputs_of("gradient")
             if isinstance(value, fx.Node)
         }
+        sums = {name for name in gradients if sum_of_gradients(name) in program.pass_state}
         names = [*inputs, *(spec.target for _, spec in program.inputs_of("input"))]
         self._changed = routes.changed
         self._running = threading.local()
@@ -82,13 +85,19 @@ class MissingGradients:
         self._sources = {
             place: gradients[name]
             for place, name in enumerate(names)
-            if name in gradients and place not in routes.changed.values() and name not in written
+            if name in gradients
+            and place not in routes.changed.values()
+            and name not in written
+            and name not in sums  # which have a gradient from before, whatever comes now
         }
         reached = {*routes.changed.values(), *routes.views.values()}
         self.unused = [
             place
             for place, name in enumerate(names)
-            if name not in gradients and name not in written and place not in reached
+            if name not in gradients
+            and name not in written
+            and place not in reached
+            and sum_of_gradients(name) not in program.pass_state  # to which backward adds, and returns none
         ]
         self._notes: dict[int, int] = {output: number for number, of in enumerate(routes.tangents) for output in of}
         for output, place in routes.views.items():  # whose gradients come by themselves, past every tangent
@@ -119,12 +128,16 @@ class MissingGradients:
             result[place] = view
         return reached, result
 
-    def missing(self) -> frozenset[str]:
+    def missing(self, *, ask_again: bool = False) -> frozenset[str]:
         """The tangents that do not come in the backward that is about to run in this thread, by name.
 
         None of those that belong to what the program changes: whether they come is known too late.
+
+        Args:
+            ask_again: whether this is asked once more before it runs.
         """
-        reached: set[int] | None = self._running.__dict__.pop("reached", None)
+        known = self._running.__dict__
+        reached: set[int] | None = known.get("reached") if ask_again else known.pop("reached", None)
         if not reached:
             return frozenset()
         there = reached.union(self._changed)

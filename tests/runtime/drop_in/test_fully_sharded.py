@@ -170,6 +170,106 @@ def test_exchanges_run_beside_the_computation(tmp_path: Path) -> None:
     assert "g.G" in tight
 
 
+WAITING = """
+import logging
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+import graphopt
+from tests.support.training import Blocks
+told = []
+handler = logging.Handler()
+handler.emit = lambda record: told.append(record.getMessage())
+logging.getLogger("graphopt").addHandler(handler)
+logging.getLogger("graphopt").propagate = False
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.first(x), self.second(x)
+
+class Plainly(TorchDispatchMode):  # beside which a model runs in eager mode
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        return op(*args, **(kwargs or {}))
+
+x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+
+def gradients(optimized, calls):
+    torch.manual_seed(0)
+    model = fully_shard(Two())
+    model = graphopt.optimize(model) if optimized else model
+    found = []
+    for reduces, outputs, eager in calls:
+        model.set_requires_gradient_sync(reduces)
+        if eager and optimized:
+            with Plainly():
+                results = model(x)
+        else:
+            results = model(x)
+        sum(results[number].square().sum() for number in outputs).backward()
+        found.append([None if p.grad is None else p.grad.to_local().tolist() for p in model.parameters()])
+        for parameter in model.parameters() if reduces else ():
+            parameter.grad = None
+    return found
+
+both, first, second = (0, 1), (0,), (1,)
+for calls in (
+    [(False, first, False), (False, second, False), (True, first, False), (False, first, False), (True, first, False)],
+    [(False, both, False), (False, both, True), (True, both, False), (True, second, False)],
+    [(False, both, True), (False, both, False), (True, both, True), (False, first, False), (True, second, True)],
+):
+    say(gradients(True, calls) == gradients(False, calls))
+
+class WithLoss(Blocks):
+    def forward(self, tokens):
+        return super().forward(tokens).square().mean()
+
+def sharded():
+    torch.manual_seed(0)
+    model = WithLoss(3, 32, 128)
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+tokens = torch.randint(0, 128, (8, 32))
+model = graphopt.optimize(sharded(), "fit-memory{budget=75%}")
+peaks = []
+for reduces in (False, True, False, False, True):
+    model.set_requires_gradient_sync(reduces)
+    found = graphopt.measure_peak(lambda: model(tokens).backward())
+    peaks.append([found.allocated_peak_bytes, model.program.memory().allocated_peak_bytes])
+    for parameter in model.parameters() if reduces else ():
+        parameter.grad = None
+say(peaks)
+
+told.clear()
+model.set_requires_gradient_sync(False)
+loss = model(tokens)
+model.set_requires_gradient_sync(True)
+loss.backward()
+say([p.grad is None for p in model.parameters()])
+one = sharded()
+step = graphopt.optimize_step(one, torch.optim.SGD(one.parameters()), loss=lambda m, x: m(x))
+one.set_requires_gradient_sync(False)
+step(tokens)
+say([line for line in told if "set_requires_gradient_sync" in line])
+"""
+
+
+def test_gradients_wait_for_the_backward_that_reduces_them(tmp_path: Path) -> None:
+    """Where outputs are left out, where eager mode runs in between, within a budget; what cannot wait is said."""
+    for *same, peaks, without, told in run_ranks(WAITING, 2, tmp_path / "store"):
+        assert same == [True, True, True]
+        for measured, predicted in peaks[2:]:
+            assert measured == pytest.approx(predicted, rel=0.01)
+        assert set(without) == {True}
+        assert ["between forward and backward" in line for line in told] == [True, False]
+        assert "has no effect on a whole step" in told[1]
+
+
 REFUSED = """
 import logging, warnings
 from torch import nn

@@ -2,5 +2,5 @@
 
 Each is registered with torch, with a fake implementation, and runs over gloo or NCCL. Start with ``collectives``. In
 reading order: ``collectives``, ``groups``, ``ring``, ``exchange_thread``, ``same_on_all_ranks``, ``selection``,
-``sparse``, ``residual``, ``low_rank``.
+``sparse``, ``residual``, ``low_rank``, ``unreduced_gradient``.
 """
