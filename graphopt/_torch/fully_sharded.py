@@ -291,8 +291,9 @@ def _parameter(model: nn.Module, found: Any) -> ShardedParameter:
         raise _refused(model, path, "its mesh has dimensions of other kinds (dp_mesh_dims)", "give the mesh of shards")
     if found.fsdp_placement.dim != 0:
         raise _refused(model, path, f"it is divided along dimension {found.fsdp_placement.dim}", "divide dimension 0")
-    if found.offload_to_cpu:
-        raise _refused(model, path, "its shards wait on the host (CPUOffloadPolicy)", "leave offload_policy out")
+    if found.offload_to_cpu and found.device.type != "cpu":  # where they are anyway
+        why = f"its shards wait on the host and are gathered on {found.device} (CPUOffloadPolicy)"
+        raise _refused(model, path, why, "leave offload_policy out")
     if hasattr(found._sharded_local_tensor, "fsdp_pre_all_gather"):
         raise _refused(model, path, "its tensor class has a way of its own to be gathered", "use a plain parameter")
     return ShardedParameter(

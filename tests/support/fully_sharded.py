@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import graphopt
 
@@ -132,6 +132,7 @@ MORE_CASES = {
     "Recompute": Case(passes="recompute{checkpoints=blocks.*}"),
     "Offload": Case(passes="offload{tier=disk min-bytes=1}"),
     "optimized before": Case(late=True),
+    "on the host": Case(options={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
 }
 """More of the same, for `make sweep`."""
 

@@ -9,7 +9,7 @@ from torch import fx
 
 from graphopt import _torch
 from graphopt.capture.joint.finish_joint import match_layouts
-from graphopt.capture.step.traced_update import UpdateTrace
+from graphopt.capture.step.optimizer_tracer import UpdateTrace
 from graphopt.ir.names import identifier
 from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, set_info, value_of
 from graphopt.ir.program import Program

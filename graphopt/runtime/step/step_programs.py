@@ -17,7 +17,8 @@ from graphopt import _torch
 from graphopt.capture import CaptureSession
 from graphopt.capture.call.call_checks import argument_names
 from graphopt.capture.call.garbage_collection import no_collection
-from graphopt.capture.step.traced_update import has_state, settings, settings_key, state_target
+from graphopt.capture.step.optimizer_tracer import state_target
+from graphopt.capture.step.traced_update import has_state, settings, settings_key
 from graphopt.errors import GraphoptError
 from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema

@@ -31,7 +31,7 @@ from graphopt.capture.effects.checks import step_hooks
 from graphopt.capture.forward.transformers_masks import known_kind
 from graphopt.capture.guards.code_analysis import found_by
 from graphopt.capture.guards.fingerprint import global_flags, metadata, module_parts
-from graphopt.capture.step.traced_update import NOTED
+from graphopt.capture.step.optimizer_tracer import NOTED
 from graphopt.ir.files.checked_json import Field
 from graphopt.ir.graphs.autocast import autocast_state
 from graphopt.ir.version import VERSION

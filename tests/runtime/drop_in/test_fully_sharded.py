@@ -297,7 +297,12 @@ def of(model, passes=()):
     return lambda: graphopt.optimize(model, passes)(torch.randn(4, 8)).sum().backward()
 
 refused.append(told(lambda: graphopt.optimize(parts())))
-refused.append(told(of(fully_shard(nn.Linear(8, 8), offload_policy=CPUOffloadPolicy(pin_memory=False)))))
+offloaded = fully_shard(nn.Linear(8, 8), offload_policy=CPUOffloadPolicy(pin_memory=False))
+state = offloaded._get_fsdp_state()
+(group,) = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # before torch 2.13
+for parameter in group.fsdp_params:
+    parameter.device = torch.device("cuda", 0)
+refused.append(told(of(offloaded)))
 refused.append(told(of(fully_shard(nn.Linear(8, 8)), "data-parallel")))
 refused.append(told(of(fully_shard(nn.Linear(8, 8)), "scale-loss")))
 whole = fully_shard(nn.Linear(8, 8))
