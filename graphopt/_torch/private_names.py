@@ -300,8 +300,7 @@ FULLY_SHARDED = Feature(
         "torch.distributed.fsdp._fully_shard._fsdp_param_group": "FSDPParamGroup._reshard_after_forward "
         "FSDPParamGroup._is_hsdp FSDPParamGroup._to_sharded "
         "FSDPParamGroup._reduce_scatter_process_group FSDPParamGroup._all_reduce_process_group",
-        "torch.distributed.fsdp._fully_shard._fsdp_param": "FSDPParam._sharded_local_tensor "
-        "FSDPParam.to_accumulated_grad_if_needed",
+        "torch.distributed.fsdp._fully_shard._fsdp_param": "FSDPParam._sharded_local_tensor",
         "torch.distributed.fsdp._fully_shard._fsdp_collectives": "_get_gradient_divide_factors",
     },
 )
