@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -9,7 +10,6 @@ import torch
 from torch import nn
 
 from graphopt.errors import GraphoptError
-from graphopt.ir.node import value_of
 from graphopt.ir.program import Program
 from graphopt.ir.words.written_units import format_bytes
 from graphopt.rewriting.distributed.dense.remove_all_reduce import remove_buffer_averages
@@ -21,14 +21,12 @@ from graphopt.rewriting.distributed.local_steps import (
     keep_gradients_local,
 )
 from graphopt.rewriting.distributed.outer_step import OuterSettings, OuterStep, common_parameter
-from graphopt.rewriting.distributed.parameter_average import updated_parameters
 from graphopt.rewriting.pass_ import Changed, Numerics, PassStage
 from graphopt.rewriting.training_pass import Clock, TrainingPass
 
 __all__ = ["DiLoCo"]
 
 _BITS = (32, 16, 8, 4)
-
 
 _ARRIVES = " arrives"
 """How the form of a program ends in which an exchange that began in an earlier run ends."""
@@ -166,7 +164,6 @@ class DiLoCo(TrainingPass):
             return Changed(reason=NOT_EXCHANGED)
         form = program.context.forms.get(self.name, "")
         arrives = not self.delay or form.endswith(_ARRIVES)
-        self._refuse_others_under_way(program)
         if form == LOCAL or not arrives:
             remove_buffer_averages(program)
         outer = OuterStep(program, local.group, self._settings, self.fragments, self.name)
@@ -185,20 +182,19 @@ class DiLoCo(TrainingPass):
             line += ", which have arrived" if arrives else f", which arrive {self.delay} updates later"
         return Changed({**counts, "pseudo-gradients": len(names)}, tensors=names, lines=(line,))
 
-    def _refuse_others_under_way(self, program: Program) -> None:
+    def check(self, program: Program, state: Callable[[str], torch.Tensor | None]) -> None:
         """Refuse another set of trained parameters where an exchange of the set before may be under way.
 
         Raises:
             GraphoptError: saying so.
         """
-        trained, there = updated_parameters(program), program.context.step.there
-        if not self.delay or there is None:
+        if not self.delay:
             return
-        targets = {spec.target for _, spec in program.inputs_of("parameter")}
-        before = {name for name in targets if there("pass_state", common_parameter(self.name, name))}
-        if before and before != {name for name, node in trained.items() if value_of(node).numel()}:
+        common = {common_parameter(self.name, spec.target) for _, spec in program.inputs_of("parameter")}
+        before, now = {name for name in common if state(name) is not None}, common & program.pass_state.keys()
+        if before and before != now:
             raise GraphoptError(
-                f"diloco: other parameters are trained than before ({len(trained)} now), and with delay={self.delay} "
+                f"diloco: other parameters are trained than before ({len(now)} now), and with delay={self.delay} "
                 "an exchange of those may be under way: give delay=0, or make a new step behind step.synchronize()"
             )
 

@@ -8,7 +8,7 @@ random-number generators are left as they were.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -251,30 +251,31 @@ def _alike(tensors: tuple[torch.Tensor, ...]) -> bool:
     )
 
 
-_MOST: dict[str, float] = {"linalg_matrix_exp": 1e3}
+def _rows_of_groups(node: fx.Node) -> int:
+    """How many rows, or columns, a product of matrices group by group divides into groups."""
+    given = schema.named_arguments(node)
+    one, other = value_of(given["self"]).shape, value_of(given["mat2"]).shape
+    return _torch.size_hint(other[-1] if len(one) == 3 else one[-1] if len(other) == 2 else one[0])
+
+
+_MOST: dict[str, Callable[[fx.Node], float]] = {
+    "linalg_matrix_exp": lambda node: 1e3,
+    "_grouped_mm": _rows_of_groups,
+}
 """Ops that allocate by values, and the number in all places of their arguments with which they allocate most.
 
-A matrix exponential takes the longer series for large norms, and squares behind it.
+A matrix exponential takes the longer series for large norms, and squares behind it. Of a product by groups, zeros would
+leave all groups empty; where each group ends with the last row, the first one has all rows, and no group takes more.
 """
 
 
 def _filled(node: fx.Node) -> Fill:
     """What makes the arguments that a call is measured on: zeros, but for ops that allocate more for others."""
     name = schema.op_name(node) if isinstance(node.target, _torch.OpOverload) else ""
-    if name == "_grouped_mm":  # of groups that zeros would leave empty; no group takes more than one with all rows
-        rows = _rows_of_groups(node)
-        return lambda count, dtype, device: torch.full(
-            (count,), 0 if dtype.is_floating_point else rows, dtype=dtype, device=device
-        )
     if name not in _MOST:
         return _zeros
-    return lambda count, dtype, device: torch.full((count,), _MOST[name], dtype=dtype, device=device)
-
-
-def _rows_of_groups(node: fx.Node) -> int:
-    """How many rows, or columns, a product of matrices group by group divides into groups."""
-    one, other = (value_of(matrix).shape for matrix in node.all_input_nodes[:2])
-    return int(other[-1] if len(one) == 3 else one[-1] if len(other) == 2 else one[0])
+    number = _MOST[name](node)
+    return lambda count, dtype, device: torch.full((count,), number, dtype=dtype, device=device)
 
 
 def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -417,7 +417,8 @@ BORDER = (
         "models after `fully_shard` (FSDP2)",
         "traced",
         "gathers and reductions are ops; what is not done is refused at the capture; a warning names "
-        "`set_requires_gradient_sync(False)` in a whole step or beside tensor parallelism",
+        "`set_requires_gradient_sync(False)` in a whole step or beside tensor parallelism, and "
+        "`set_requires_all_reduce(False)`",
         compiled="honoured",
         compiled_note="FSDP2's hooks run between the graphs, which get whole parameters",
     ),

@@ -46,6 +46,20 @@ class TrainingPass(Pass):
         """
         del model
 
+    def check(self, program: Program, state: Callable[[str], torch.Tensor | None]) -> None:
+        """Called before the first run of every program, also of one that was kept in ``GRAPHOPT_CACHE``.
+
+        For what a program of this pass cannot go on with.
+
+        Args:
+            program: as all passes have rewritten it.
+            state: the pass state of a name as earlier programs or a checkpoint have left it; None where there is none.
+
+        Raises:
+            GraphoptError: where the program must not run.
+        """
+        del program, state
+
     def form(self, clock: Clock) -> str:
         """Which of its programs this pass wants for the next update of a whole step; "" is the one of the long run.
 

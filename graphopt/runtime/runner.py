@@ -31,6 +31,7 @@ from graphopt.ir.program import Program
 from graphopt.rewriting.memory.fit.budget import budget_error
 from graphopt.rewriting.pipeline import Passes, Pipeline
 from graphopt.rewriting.progress import working
+from graphopt.rewriting.training_pass import TrainingPass
 from graphopt.runtime.calls.captures import Captures
 from graphopt.runtime.calls.observers import tell_observers
 from graphopt.runtime.calls.serving import Capture, Maker, Serving
@@ -327,11 +328,14 @@ class Runner(Generic[C]):
                     current.prepare(model)
 
     def make_ready(self, program: Program) -> None:
-        """What has to be so before a program runs: pass state exists, host memory is there.
+        """What has to be so before a program runs: its passes accept what is there, pass state exists, host memory too.
 
         Raises:
             GraphoptError: where one of these fails, with what is missing.
         """
+        for current in self.options.pipeline.passes:
+            if isinstance(current, TrainingPass):
+                current.check(program, self.store.peek)
         self.store.require(program.pass_state)
         reserve_host(program)
 

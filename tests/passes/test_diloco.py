@@ -135,6 +135,38 @@ def test_other_parameters_are_refused_while_an_exchange_may_be_under_way() -> No
         torch.distributed.destroy_process_group()
 
 
+def test_other_parameters_are_refused_in_a_program_that_was_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRAPHOPT_CACHE", str(tmp_path))
+    monkeypatch.setenv("GRAPHOPT_CACHE_PROGRAMS", "1")
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+
+    def stepped(*, frozen: bool) -> tuple[nn.Sequential, graphopt.TrainStep]:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        model[0].requires_grad_(not frozen)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+        passes = [DataParallel(), DiLoCo(every=2, delay=1)]
+        return model, graphopt.optimize_step(model, sgd, passes, loss=mean_square)
+
+    try:
+        _, frozen = stepped(frozen=True)
+        frozen(torch.randn(4, 8))
+        frozen.state_dict()  # waits for what is under way
+        model, step = stepped(frozen=False)
+        step(torch.randn(4, 8))
+        model[0].requires_grad_(False)
+        with pytest.raises(GraphoptError, match=r"diloco: other parameters are trained than before \(2 now\)"):
+            step(torch.randn(4, 8))
+        step.state_dict()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
 @pytest.mark.parametrize(
     ("bits", "sparsity", "expected"),
     [

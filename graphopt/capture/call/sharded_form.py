@@ -90,21 +90,16 @@ class _Run:
 
     def __init__(self, module: _torch.ShardedModule, inside: Sequence[_Run]) -> None:
         self.module = module
-        self._gathers = [_Gather(group) for group in module.groups]
+        self.gathers = [_Gather(group) for group in module.groups]
         self._inside = inside
         self._waiting: set[nn.Module] = set()
-
-    @property
-    def gathers(self) -> list[_Gather]:
-        """Of the groups of the module, in order."""
-        return self._gathers
 
     def begin(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather parameters before the call of a module, where they are not gathered yet."""
         args, kwargs = self.module.cast_inputs(args, kwargs)
         if not self._waiting:
             self._waiting.update(self.module.modules)
-            for gather in self._gathers:
+            for gather in self.gathers:
                 gather.put_whole()
                 args, kwargs = _through(args, kwargs)
         return args, kwargs
@@ -120,7 +115,7 @@ class _Run:
     def stop(self) -> None:
         """Put the shards back, where parameters are gathered."""
         self._waiting.clear()
-        for gather in self._gathers:
+        for gather in self.gathers:
             gather.put_shards()
 
 
@@ -383,7 +378,7 @@ class FullySharded:
             self._told = True
             logger.warning(
                 "%s: %s has no effect on %s, which reduces gradients in each backward: their sums are the same within "
-                "rounding, and no whole gradients wait for the last backward",
+                "rounding",
                 self.title,
                 " and ".join(early),
                 "a program" if adds_up else "a whole step or a model with tensor parallelism",
@@ -416,9 +411,10 @@ class FullySharded:
             tensors: the model's by name, while it is as a program sees it.
         """
         of_part = {id(self._shards.part(p)): p for group in self.groups for p in group.parameters}
-        targets = {name: sum_of_gradients(name) for name, tensor in tensors.items() if id(tensor) in of_part}
         return [
-            (of_part[id(tensors[name])], target) for name, target in targets.items() if target in program.pass_state
+            (of_part[id(tensor)], sum_of_gradients(name))
+            for name, tensor in tensors.items()
+            if sum_of_gradients(name) in program.pass_state
         ]
 
     def take_over(self, known: FullySharded) -> None:

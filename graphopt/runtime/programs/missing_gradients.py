@@ -67,12 +67,13 @@ class MissingGradients:
     def __init__(self, program: Program, inputs: list[str], routes: _torch.GradientRoutes) -> None:
         tangents = [node for node, _ in program.inputs_of("tangent")]
         reach: dict[fx.Node, frozenset[int]] = {node: frozenset([number]) for number, node in enumerate(tangents)}
+        whole = gradients_before_reduction(program)  # those beside them in the same exchange are of other outputs
         for node in program.graph.nodes:
             if node.op == "call_function":
-                reach[node] = frozenset().union(*(reach.get(source, frozenset()) for source in node.all_input_nodes))
-        alone = gradients_before_reduction(program)  # those beside them in the same exchange are of other outputs
+                sources = [whole[node]] if node in whole else node.all_input_nodes
+                reach[node] = frozenset().union(*(reach.get(source, frozenset()) for source in sources))
         gradients = {
-            spec.target: reach.get(alone.get(value, value), frozenset())
+            spec.target: reach.get(value, frozenset())
             for value, spec in program.outputs_of("gradient")
             if isinstance(value, fx.Node)
         }

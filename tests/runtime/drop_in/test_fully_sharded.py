@@ -59,6 +59,7 @@ for passes in ("", "fit-memory{budget=90%}"):
     say(far_apart(case))
     say(far_apart(case, step=True))
 say(far_apart(Case(options={"reshard_after_forward": 2})))
+say(far_apart(Case(mesh=(2, 2), backwards=3, waits=True)))
 """
 
 
@@ -191,15 +192,23 @@ class Two(nn.Module):
     def forward(self, x):
         return self.first(x), self.second(x)
 
+class Again(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Tanh())), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return (self.second(self.first(self.first(x))),)
+
 class Plainly(TorchDispatchMode):  # beside which a model runs in eager mode
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         return op(*args, **(kwargs or {}))
 
 x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
 
-def gradients(optimized, calls):
+def gradients(optimized, calls, kind=Two):
     torch.manual_seed(0)
-    model = fully_shard(Two())
+    model = fully_shard(kind())
     model = graphopt.optimize(model) if optimized else model
     found = []
     for reduces, outputs, eager in calls:
@@ -222,6 +231,14 @@ for calls in (
     [(False, both, True), (False, both, False), (True, both, True), (False, first, False), (True, second, True)],
 ):
     say(gradients(True, calls) == gradients(False, calls))
+
+reduced = [(reduces, first, False) for reduces in (False, False, True, False, True)]
+apart = [
+    (torch.tensor(a) - torch.tensor(b)).abs().max().item() if a and b else 0.0 if a is b else 1.0
+    for one, other in zip(gradients(True, reduced, Again), gradients(False, reduced, Again))
+    for a, b in zip(one, other)
+]
+say(max(apart))
 
 class WithLoss(Blocks):
     def forward(self, tokens):
@@ -261,8 +278,9 @@ say([line for line in told if "set_requires_gradient_sync" in line])
 
 def test_gradients_wait_for_the_backward_that_reduces_them(tmp_path: Path) -> None:
     """Where outputs are left out, where eager mode runs in between, within a budget; what cannot wait is said."""
-    for *same, peaks, without, told in run_ranks(WAITING, 2, tmp_path / "store"):
+    for *same, apart, peaks, without, told in run_ranks(WAITING, 2, tmp_path / "store"):
         assert same == [True, True, True]
+        assert apart < 1e-5  # a module that runs twice, whose gradients are reduced for each run
         for measured, predicted in peaks[2:]:
             assert measured == pytest.approx(predicted, rel=0.01)
         assert set(without) == {True}

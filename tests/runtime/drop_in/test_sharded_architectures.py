@@ -33,7 +33,9 @@ def train(tmp_path: Path, wrapping: str, model: str, passes: tuple[str, ...], st
     for rank in run_ranks(script, ranks, tmp_path / "store"):
         assert [case["differ"] for case in rank] == [[]] * len(whole)
         for case, step in zip(rank, whole, strict=True):
-            least = 0.99 if step else 0.85  # the loss outside of a drop-in model takes less than is allowed for it
+            # the loss outside of a drop-in model takes less than is allowed for it; so do products of experts in half
+            # precision, which allocate by how many rows each of them gets
+            least = 0.85 if not step else 0.95 if "Moe" in model and "bfloat16" in wrapping else 0.99
             assert least * case["predicted"] <= case["measured"] <= 1.01 * case["predicted"]
 
 

@@ -6,6 +6,7 @@ its backwards add to in place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,21 +39,54 @@ def accumulate_whole_gradients(program: Program) -> None:
         program: of stage joint, rewritten in place.
     """
     names = {node: spec.target for node, spec in program.inputs_of("parameter")}
+    reduced: set[str] = set()
     for node in program.graph.find_nodes(op="call_function", target=ACCUMULATED_GRADIENT):
-        given = schema.named_arguments(node)
-        gradient, value = given["gradient"], value_of(node)
-        target = sum_of_gradients(names[_parameter(given["shard"])])
-        # what is there before the next sum begins means nothing to a checkpoint: FSDP2's has none either
-        state = PassState(tuple(value.shape), value.dtype, value.device, saved=False, local=True)
-        total = program.add_state(target, state)
-        if gradient is not None:
-            how = {"before": node, "phase": Phase.BACKWARD, "origin": info(node).origin, "like": node}
-            total = program.insert(aten.add_.Tensor, (total, gradient), **how)
-        node.replace_all_uses_with(total)
+        target = sum_of_gradients(names[_parameter(schema.named_arguments(node)["shard"])])
+        waits = any(map(_is_not_reduced, node.users))
+        again = target in reduced  # of a module that runs several times; what waits is in the first reduction
+        node.replace_all_uses_with(_alone(program, node) if again else _added_to(program, node, target))
+        reduced |= set() if waits else {target}
         program.graph.erase_node(node)
-    values = [None if _is_not_reduced(value) else value for value in program.output_values]
-    program.set_outputs(values, program.outputs)
-    for node in program.graph.find_nodes(op="call_function", target=NOT_REDUCED):
+    _leave_without(program)
+
+
+def _added_to(program: Program, node: fx.Node, target: str) -> fx.Node:
+    """The sum of a name with the gradient of a call added to it."""
+    value, gradient = value_of(node), schema.named_arguments(node)["gradient"]
+    # what is there before the next sum begins means nothing to a checkpoint: FSDP2's has none either
+    state = PassState(tuple(value.shape), value.dtype, value.device, saved=False, local=True)
+    total = program.add_state(target, state)
+    return total if gradient is None else _insert(program, node, aten.add_.Tensor, (total, gradient))
+
+
+def _alone(program: Program, node: fx.Node) -> fx.Node:
+    """The gradient of a call in the dtype of sums; zeros where it has none."""
+    value = value_of(node)
+    gradient: fx.Node | None = schema.named_arguments(node)["gradient"]
+    if gradient is None:
+        zeros = {"dtype": value.dtype, "device": value.device}
+        return _insert(program, node, aten.zeros.default, (list(value.shape),), zeros)
+    if value_of(gradient).dtype == value.dtype:
+        return gradient
+    return _insert(program, node, aten._to_copy.default, (gradient,), {"dtype": value.dtype})
+
+
+def _insert(
+    program: Program, node: fx.Node, op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None
+) -> fx.Node:
+    origin = info(node).origin
+    return program.insert(op, args, kwargs, before=node, phase=Phase.BACKWARD, origin=origin, like=node)
+
+
+def _leave_without(program: Program) -> None:
+    """Give shards no gradient that get none yet; of modules that run several times those are added up."""
+    without: dict[fx.Node, None] = {}
+    for node in program.graph.nodes:
+        sources = node.all_input_nodes
+        if _is_not_reduced(node) or (sources and schema.op_name(node) == "add" and without.keys() >= set(sources)):
+            without[node] = None
+    program.set_outputs([None if value in without else value for value in program.output_values], program.outputs)
+    for node in reversed(without):
         program.graph.erase_node(node)
 
 
@@ -63,14 +97,14 @@ def gradients_before_reduction(program: Program) -> dict[fx.Node, fx.Node]:
         program: of stage joint.
     """
     pieces: dict[fx.Node, list[fx.Node]] = {}
-    for value, _ in program.outputs_of("gradient"):
-        together = _reduced_together(value) if isinstance(value, fx.Node) else None
+    for node in program.phase_nodes(Phase.BACKWARD):
+        together = _reduced_together(node)
         if together is not None:
-            pieces.setdefault(together, []).append(value)
+            pieces.setdefault(together, []).append(node)
     found: dict[fx.Node, fx.Node] = {}
     for together, gradients in pieces.items():
         wholes: Any = together.args[0]
-        in_order = sorted(dict.fromkeys(gradients), key=lambda cut: schema.named_arguments(cut)["storage_offset"] or 0)
+        in_order = sorted(gradients, key=lambda cut: schema.named_arguments(cut)["storage_offset"] or 0)
         if len(in_order) == len(wholes):
             found |= dict(zip(in_order, wholes, strict=True))
     return found
@@ -102,7 +136,7 @@ def tangents_of_sums(program: Program) -> dict[str, frozenset[str]]:
             reach[node] = frozenset[str]().union(*(reach.get(source, ()) for source in node.all_input_nodes))
             for written in schema.mutated_inputs(node):
                 if sums.get(written, "").startswith(_SUMS):
-                    found[sums[written]] = reach[node]
+                    found[sums[written]] = found.get(sums[written], frozenset()) | reach[node]
     return found
 
 
